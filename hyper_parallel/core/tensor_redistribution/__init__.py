@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Redistribution: plan it, read it, run it."""
+
+from __future__ import annotations
+
+from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.protocols import Platform, Tensor
+from hyper_parallel.core.tensor_redistribution.cache import cache_info as cache_info
+from hyper_parallel.core.tensor_redistribution.cache import clear_cache as clear_cache
+from hyper_parallel.core.tensor_redistribution.cache import compiled_plan as compiled_plan
+from hyper_parallel.core.tensor_redistribution.cache import plan_cache as plan_cache
+from hyper_parallel.core.tensor_redistribution.cache import set_cache_limit as set_cache_limit
+from hyper_parallel.core.tensor_redistribution.execute import BoxTable as BoxTable
+from hyper_parallel.core.tensor_redistribution.execute import CompiledPlan as CompiledPlan
+from hyper_parallel.core.tensor_redistribution.execute import compile_plan as compile_plan
+from hyper_parallel.core.tensor_redistribution.execute import execute_steps as execute_steps
+from hyper_parallel.core.tensor_redistribution.execute import run as run
+from hyper_parallel.core.tensor_redistribution.planner import Plan as Plan
+from hyper_parallel.core.tensor_redistribution.planner import plan as plan
+from hyper_parallel.core.tensor_redistribution.steps import Step as Step
+from hyper_parallel.core.tensor_redistribution.steps import StepKind as StepKind
+
+
+def redistribute_local(
+    local: Tensor,
+    src: Layout,
+    dst: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+    platform: Platform,
+    rank: int | None = None,
+) -> Tensor:
+    """This rank's local tensor under `dst`, from the one under `src`; not differentiable.
+
+    Args:
+        local: Local tensor under `src`; not changed.
+        src: Layout it has.
+        dst: Layout it shall have, on the same mesh.
+        shape: Global shape.
+        itemsize: Bytes per element.
+        platform: The framework of `local`.
+        rank: Global rank. Default: that of this process.
+
+    Returns:
+        `local` itself if nothing has to be done, else a tensor that shares no memory with it.
+
+    Raises:
+        LayoutError: as `plan`, on every rank, before any data moves.
+
+    Communication: that of `plan(src, dst, shape)`. Memory: `Plan.peak_bytes`.
+    """
+    if src is dst:
+        return local
+    compiled = compiled_plan(src, dst, shape, itemsize, platform.rank() if rank is None else rank)
+    return run(compiled, local, platform.ops, platform.collectives)

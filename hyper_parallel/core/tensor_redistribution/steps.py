@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps a plan is made of, and what each costs one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from hyper_parallel.core.box import box_numel, intersect
+from hyper_parallel.core.layout import Layout
+
+
+class StepKind(Enum):
+    """What a step does."""
+
+    SLICE = "slice"
+    """Keep a part of the local tensor."""
+    REDUCE_SCATTER = "reduce-scatter"
+    """Finish pending reductions, each rank keeping a part."""
+    ALL_REDUCE = "all-reduce"
+    """Finish pending reductions, each rank keeping all."""
+    EXCHANGE = "exchange"
+    """Send every rank of the group what it lacks."""
+    ALL_GATHER = "all-gather"
+    """Put the parts of the group together on each of its ranks."""
+    SCALE = "scale"
+    """Multiply by a number: a pending sum becomes a pending average or back, or a mixed reduction is divided."""
+    MAKE_PARTIAL = "make-partial"
+    """Turn copies into operands of a pending reduction that gives the same value."""
+
+    @property
+    def communicates(self) -> bool:
+        """Whether data leave the rank."""
+        return self in _COMMUNICATING
+
+
+_COMMUNICATING = frozenset(
+    (StepKind.REDUCE_SCATTER, StepKind.ALL_REDUCE, StepKind.EXCHANGE, StepKind.ALL_GATHER)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a plan: from one layout to another.
+
+    Attributes:
+        kind: What it does.
+        src: Layout before.
+        dst: Layout after.
+        axes: Mesh axes whose ranks form the group, in the group's order; empty for local steps.
+        op: The reduction that is finished or made pending; None for steps that only move data.
+        factor: The number, for SCALE.
+    """
+
+    kind: StepKind
+    src: Layout
+    dst: Layout
+    axes: tuple[str, ...] = ()
+    op: str | None = None
+    factor: float = 1.0
+
+    @property
+    def group_size(self) -> int:
+        """Number of ranks in each group."""
+        return self.src.mesh.num_ranks(self.axes)
+
+    def received(self, shape: tuple[int, ...], rank: int) -> int:
+        """Elements that `rank` receives of a tensor of global `shape`."""
+        if not self.kind.communicates:
+            return 0
+        others = self.group_size - 1
+        after = self.dst.box(shape, rank)
+        match self.kind:
+            case StepKind.REDUCE_SCATTER:
+                return others * box_numel(after)
+            case StepKind.ALL_REDUCE:
+                return _ring_all_reduce(box_numel(after), others)
+            case _:
+                kept = intersect(after, self.src.box(shape, rank))
+                return box_numel(after) - (0 if kept is None else box_numel(kept))
+
+    def sent(self, shape: tuple[int, ...], rank: int) -> int:
+        """Elements that `rank` sends of a tensor of global `shape`."""
+        if not self.kind.communicates:
+            return 0
+        others = self.group_size - 1
+        before = self.src.box(shape, rank)
+        match self.kind:
+            case StepKind.ALL_GATHER:
+                return others * box_numel(before)
+            case StepKind.ALL_REDUCE:
+                return _ring_all_reduce(box_numel(before), others)
+            case _:
+                peers = self.src.mesh.group_ranks(self.axes, rank)
+                parts = (intersect(before, self.dst.box(shape, peer)) for peer in peers if peer != rank)
+                return sum(box_numel(part) for part in parts if part is not None)
+
+
+def _ring_all_reduce(numel: int, others: int) -> int:
+    """Elements each way of a reduce-scatter and an all-gather of 1/n each, which no all-reduce beats."""
+    return -(-2 * others * numel // (others + 1))

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attribute reads that reach torch's own getters, and small questions about a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hyper_parallel.platform.torch.dispatch import HANDLERS, register
+from hyper_parallel.platform.torch.dtensor import TorchDTensor
+
+_OF_LOCAL = (
+    "is_cuda is_cpu is_sparse is_sparse_csr is_quantized is_meta is_nested is_mkldnn is_mps is_xpu is_vulkan "
+    "is_ipu is_maia is_mtia is_xla names output_nr _version itemsize volatile is_hpu"
+).split()
+_no_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+def _on_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(args[0]._local, *args[1:], **kwargs)
+
+
+def _on_wrapper(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with _no_torch_function():
+        return func(*args, **kwargs)
+
+
+def _nbytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return args[0].numel() * args[0].element_size()
+
+
+def _transposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchDTensor:
+    x = args[0]
+    return x.t() if x.ndim <= 2 else x.permute(tuple(reversed(range(x.ndim))))
+
+
+def _matrix_transposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchDTensor:
+    return args[0].transpose(-2, -1)
+
+
+for _name in _OF_LOCAL:
+    if hasattr(torch.Tensor, _name):
+        HANDLERS[getattr(torch.Tensor, _name).__get__] = _on_local
+HANDLERS[torch.Tensor.nbytes.__get__] = _nbytes  # type: ignore[attr-defined]
+HANDLERS[torch.Tensor.T.__get__] = _transposed  # type: ignore[attr-defined]
+HANDLERS[torch.Tensor.mT.__get__] = _matrix_transposed  # type: ignore[attr-defined]
+register("is_floating_point is_complex is_signed get_device is_inference is_same_size", _on_local)
+register("is_shared is_pinned is_conj is_neg", _on_local)
+register("data_ptr untyped_storage storage_offset", _on_wrapper)
+
+
+def _share_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchDTensor:
+    args[0]._local.share_memory_()
+    return args[0]
+
+
+register("share_memory_", _share_memory)
+
+
+def _grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _autograd_grad(*args, **kwargs)
+
+
+def _autograd_grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """`torch.autograd.grad`: a DTensor input's gradient is the sum over the nodes its uses went through."""
+    outputs = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    given = (None,) * len(outputs) if grad_outputs is None else grad_outputs
+    given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+    seeds = [
+        o.seed_gradient(g) if isinstance(o, TorchDTensor) else g for o, g in zip(outputs, given, strict=True)
+    ]
+    roots = [o.local() if isinstance(o, TorchDTensor) else o for o in outputs]
+    nodes = [_nodes_of(x) for x in inputs]
+    flat = [node for group in nodes for node, _ in group]
+    through_several = any(isinstance(x, TorchDTensor) and x._origin is not None for x in inputs)
+    if through_several:
+        options = {**options, "allow_unused": True}
+    grads = iter(torch.autograd.grad(roots, flat, seeds, retain_graph, create_graph, **options))
+    return tuple(_combine(x, [(next(grads), c) for _, c in group]) for x, group in zip(inputs, nodes, strict=True))
+
+
+def _nodes_of(x: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
+    if not isinstance(x, TorchDTensor):
+        return [(x, None)]
+    if x._origin is None:
+        return [(x._local, x.layout.cotangent)]
+    x.local()
+    return [(node, cotangent) for cotangent, (_, node) in (x._memo or {}).items()]
+
+
+def _combine(x: torch.Tensor, grads: list[tuple[torch.Tensor | None, Any]]) -> Any:
+    if not isinstance(x, TorchDTensor):
+        return grads[0][0]
+    total = None
+    for grad, cotangent in grads:
+        if grad is not None:
+            part = TorchDTensor(grad, cotangent, x.shape).redistribute(layout=x.layout.cotangent)
+            total = part if total is None else total + part
+    return total
+
+
+HANDLERS[torch.autograd.grad] = _grad
+HANDLERS[torch.autograd.backward] = lambda func, args, kwargs: _autograd_backward(*args, **kwargs)
+
+
+def _autograd_backward(
+    tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False, **options: Any
+) -> None:
+    tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+    given = (None,) * len(tensors) if grad_tensors is None else grad_tensors
+    given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+    seeds = [t.seed_gradient(g) if isinstance(t, TorchDTensor) else g for t, g in zip(tensors, given, strict=True)]
+    roots = [t.local() if isinstance(t, TorchDTensor) else t for t in tensors]
+    torch.autograd.backward(roots, seeds, retain_graph, create_graph, **options)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one pool of process groups: keyed by the tuple of ranks, bounded, released with the job."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from hyper_parallel.core.errors import CollectiveError
+
+
+class GroupInfo(NamedTuple):
+    """Counts of the pool."""
+
+    size: int
+    created: int
+    hits: int
+
+
+class GroupPool:
+    """Process groups by the ranks they join, made on first use and shared by all meshes.
+
+    `new_group` is called with local synchronisation only: just the members take part, so ranks outside
+    need not know. A group of all ranks in order is the default group itself.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._world: Any = None
+        self._lock = threading.Lock()
+        self._created = 0
+        self._hits = 0
+
+    def group(self, ranks: tuple[int, ...]) -> Any:
+        """The process group of exactly `ranks`, in that order.
+
+        Raises:
+            CollectiveError: no process group was started.
+
+        Communication: on the first call for these ranks a rendezvous of its members.
+        """
+        world = self._current_world()
+        found = self._groups.get(ranks)
+        if found is not None:
+            self._hits += 1
+            return found
+        with self._lock:
+            found = self._groups.get(ranks)
+            if found is None:
+                found = self._make(ranks, world)
+                self._groups[ranks] = found
+        return found
+
+    def _make(self, ranks: tuple[int, ...], world: Any) -> Any:
+        if ranks == tuple(range(dist.get_world_size())):
+            return world
+        self._created += 1
+        return dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+
+    def _current_world(self) -> Any:
+        if not dist.is_initialized():
+            raise CollectiveError(
+                "collective: no process group is running. Start the script with torchrun, or call "
+                "init_device_mesh or torch.distributed.init_process_group first."
+            )
+        world = dist.group.WORLD
+        if world is not self._world:
+            # Another job than the groups were made for: they went with it.
+            self._groups.clear()
+            self._world = world
+        return world
+
+    def release(self) -> None:
+        """Destroy every pooled group but the default one."""
+        with self._lock:
+            for group in self._groups.values():
+                if group is not self._world and dist.is_initialized() and self._world is dist.group.WORLD:
+                    dist.destroy_process_group(group)
+            self._groups.clear()
+            self._world = None
+
+    def info(self) -> GroupInfo:
+        """Counts: groups held, groups ever created, look-ups that found one."""
+        return GroupInfo(len(self._groups), self._created, self._hits)
+
+
+pool = GroupPool()
