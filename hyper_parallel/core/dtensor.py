@@ -135,6 +135,46 @@ def global_shape_of(
     return tuple(shape)
 
 
-def current_dtensor_type() -> type:
-    """The DTensor class of the chosen platform."""
-    return get_platform().dtensor_type()
+def _make(name: str, size: Any, values: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
+    return get_platform().dtensor_type()._factory(name, shape, values, **options)
+
+
+def zeros(*size: Any, **options: Any) -> Any:
+    """A DTensor of zeros; each rank makes only its part.
+
+    Args:
+        size: Global sizes, as numbers or as one sequence.
+        options: `device_mesh`, `placements` (or a Layout), `dtype`, `requires_grad`.
+
+    Communication: none. Memory: this rank's part.
+    """
+    return _make("zeros", size, (), options)
+
+
+def ones(*size: Any, **options: Any) -> Any:
+    """A DTensor of ones; arguments as for `zeros`."""
+    return _make("ones", size, (), options)
+
+
+def empty(*size: Any, **options: Any) -> Any:
+    """A DTensor without values; arguments as for `zeros`."""
+    return _make("empty", size, (), options)
+
+
+def full(size: Any, fill_value: Any, **options: Any) -> Any:
+    """A DTensor of one value; other arguments as for `zeros`."""
+    return _make("full", (size,), (fill_value,), options)
+
+
+def rand(*size: Any, **options: Any) -> Any:
+    """A DTensor of uniform numbers in [0, 1): copies alike, shards independent; arguments as for `zeros`.
+
+    Communication: the first random op on a mesh compares the seeds of its ranks.
+    """
+    return _make("rand", size, (), options)
+
+
+def randn(*size: Any, **options: Any) -> Any:
+    """A DTensor of standard normal numbers; as `rand`."""
+    return _make("randn", size, (), options)

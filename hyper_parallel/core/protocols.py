@@ -99,8 +99,32 @@ class Platform(Protocol):
         """The pooled process group of exactly these ranks."""
         ...
 
-    def dtensor_type(self) -> type:
+    def dtensor_type(self) -> Any:
         """The framework's class of distributed tensors."""
+        ...
+
+    def modules(self) -> Modules:
+        """What the framework does with modules and functions."""
+        ...
+
+
+class Modules(Protocol):
+    """Work on a framework's modules and functions."""
+
+    def fully_shard(self, module: Any, **options: Any) -> Any:
+        """See `hyper_parallel.fully_shard`."""
+        ...
+
+    def shard_module(self, module: Any, mesh: Any, plan: Any, *, src_data_rank: int | None) -> Any:
+        """See `hyper_parallel.shard_module`."""
+        ...
+
+    def local_map(self, func: Any, out_layouts: Any, in_layouts: Any, out_shapes: Any) -> Any:
+        """See `hyper_parallel.local_map`."""
+        ...
+
+    def register_rule(self, func: Any, template: Any) -> None:
+        """See `hyper_parallel.register_sharding_rule`."""
         ...
 
 

@@ -64,9 +64,7 @@ class PlanCache:
 plan_cache = PlanCache(1024)
 
 
-def compiled_plan(
-    src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, rank: int
-) -> CompiledPlan:
+def compiled_plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, rank: int) -> CompiledPlan:
     """The compiled plan of this redistribution on `rank`, from the cache.
 
     Raises:

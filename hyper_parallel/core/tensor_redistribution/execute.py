@@ -313,9 +313,7 @@ def _all_gather(step: ReadyStep, x: Tensor, ops: TensorOps) -> Execution:
     stacked = yield AllGatherRequest(x, step.ranks)
     if step.is_stacked:
         return ops.reshape(stacked, step.shape)
-    pieces = [
-        ops.reshape(ops.slice(stacked, _row(i, shape)), shape) for i, shape in enumerate(shapes)
-    ]
+    pieces = [ops.reshape(ops.slice(stacked, _row(i, shape)), shape) for i, shape in enumerate(shapes)]
     return _place(step, pieces, x, ops)
 
 

@@ -28,7 +28,8 @@ from hyper_parallel.core.layout import Layout, Split
 from hyper_parallel.core.placement_types import ReduceOp
 from hyper_parallel.core.tensor_redistribution.steps import Step, StepKind
 
-Splits: TypeAlias = "Sequence[tuple[Split, ...]]"
+Units: TypeAlias = "tuple[Split, ...]"
+Splits: TypeAlias = "Sequence[Units]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +96,7 @@ def _how(step: Step) -> str:
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     columns = max(len(row) for row in rows)
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
-    return [
-        "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
-        for row in rows
-    ]
+    return ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows]
 
 
 def plan(src: Layout, dst: Layout, shape: Sequence[int], itemsize: int = 4) -> Plan:
@@ -127,9 +125,7 @@ def plan(src: Layout, dst: Layout, shape: Sequence[int], itemsize: int = 4) -> P
         (['exchange'], 16)
     """
     if src.mesh != dst.mesh:
-        raise LayoutError(
-            f"plan {src} -> {dst}: the meshes {src.mesh} and {dst.mesh} differ. Use layouts on one mesh."
-        )
+        raise LayoutError(f"plan {src} -> {dst}: the meshes {src.mesh} and {dst.mesh} differ. Use layouts on one mesh.")
     if src.ndim != dst.ndim:
         raise LayoutError(
             f"plan {src} -> {dst}: the layouts have {src.ndim} and {dst.ndim} dims. Give both one entry per dim."
@@ -192,15 +188,10 @@ class _Builder:
         self.rescaled = [
             (axis, op)
             for axis, op in src.partial
-            if (after := dst.op_of(axis)) is not None
-            and after is not op
-            and after.is_linear
-            and op.is_linear
+            if (after := dst.op_of(axis)) is not None and after is not op and after.is_linear and op.is_linear
         ]
         rescaled = {axis for axis, _ in self.rescaled}
-        self.finished = [
-            axis for axis, op in src.partial if dst.op_of(axis) is not op and axis not in rescaled
-        ]
+        self.finished = [axis for axis, op in src.partial if dst.op_of(axis) is not op and axis not in rescaled]
         self.factor = 1.0
 
     def build(self) -> list[Step]:
@@ -221,16 +212,14 @@ class _Builder:
         """Splits after step 1, and splits before the last gather."""
         grown, final = [], []
         for have, want in zip(self.layout.splits, self.dst.splits, strict=True):
-            with_new = have + tuple(unit for unit in want if unit[0] in self.new)
+            with_new = _appended(have, want, self.new)
             rest = with_new[len(want) :]
             is_major = with_new[: len(want)] == want and all(axis in self.leaving for axis, _ in rest)
-            # The sizes of a ragged axis fit the place where it was, not behind another cut.
+            # Ragged sizes fit the place where they were, not behind another cut.
             leaving = tuple((axis, None) for axis, _ in have if axis in self.leaving)
             grown.append(with_new)
             final.append(with_new if is_major else want + leaving)
-        is_direct = all(
-            end[: len(have)] == have for have, end in zip(self.layout.splits, final, strict=True)
-        )
+        is_direct = all(end[: len(have)] == have for have, end in zip(self.layout.splits, final, strict=True))
         return (final if is_direct else grown), final
 
     def _finish(self, kind: StepKind, axes: Sequence[str], splits: Splits) -> None:
@@ -295,6 +284,16 @@ class _Builder:
             if len(names) == len(axes):
                 return names
         return self._in_mesh_order(axes)
+
+
+def _appended(have: Units, want: Units, new: Sequence[str]) -> Units:
+    """`have` with the `new` axes of `want` behind it; they keep ragged sizes only behind the same cuts as in `want`."""
+    out = have
+    for axis, sizes in want:
+        if axis in new:
+            fits = (*out, (axis, sizes)) == want[: len(out) + 1]
+            out = (*out, (axis, sizes if fits else None))
+    return out
 
 
 def _moved(before: Splits, after: Splits) -> set[str]:

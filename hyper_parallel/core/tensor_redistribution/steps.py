@@ -34,9 +34,7 @@ class StepKind(Enum):
         return self in _COMMUNICATING
 
 
-_COMMUNICATING = frozenset(
-    (StepKind.REDUCE_SCATTER, StepKind.ALL_REDUCE, StepKind.EXCHANGE, StepKind.ALL_GATHER)
-)
+_COMMUNICATING = frozenset((StepKind.REDUCE_SCATTER, StepKind.ALL_REDUCE, StepKind.EXCHANGE, StepKind.ALL_GATHER))
 
 
 @dataclass(frozen=True, slots=True)

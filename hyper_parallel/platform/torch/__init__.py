@@ -53,17 +53,11 @@ class TorchPlatform:
 
         return TorchDTensor
 
-    def fully_shard(self, module: Any, **options: Any) -> Any:
-        """See `hyper_parallel.fully_shard`."""
-        from hyper_parallel.platform.torch.fully_shard import fully_shard
+    def modules(self) -> Any:
+        """The module with `shard_module`, `fully_shard` and their kin."""
+        from hyper_parallel.platform.torch import modules
 
-        return fully_shard(module, **options)
-
-    def shard_module(self, module: Any, mesh: Any, plan: Any) -> Any:
-        """See `hyper_parallel.shard_module`."""
-        from hyper_parallel.platform.torch.modules import shard_module
-
-        return shard_module(module, mesh, plan)
+        return modules
 
 
 platform = TorchPlatform()

@@ -174,6 +174,22 @@ class TorchDTensor(DTensor, torch.Tensor):
         out = wrap(local.requires_grad_(tensor.requires_grad), spec)
         return torch.nn.Parameter(out, tensor.requires_grad) if _is_parameter(tensor) else out  # type: ignore[return-value]
 
+    @classmethod
+    def _factory(
+        cls,
+        name: str,
+        size: tuple[int, ...],
+        values: tuple[Any, ...],
+        *,
+        device_mesh: Any = None,
+        placements: Any = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+    ) -> TorchDTensor:
+        from hyper_parallel.platform.torch.ops.factories import factory
+
+        return factory(name, size, values, device_mesh, placements, dtype, requires_grad)
+
     # -- what it is -----------------------------------------------------------------------------
 
     @property
@@ -430,7 +446,9 @@ class TorchDTensor(DTensor, torch.Tensor):
         """Call `hook` with the gradient (a DTensor) whenever one is computed; it may return another."""
         spec = self._grad_spec()
 
-        def on_local(grad: torch.Tensor) -> torch.Tensor | None:
+        def on_local(grad: torch.Tensor | None) -> torch.Tensor | None:
+            if grad is None:
+                return None  # fully_shard brings the gradient later, and calls hooks itself
             out = hook(wrap(grad, spec))
             return None if out is None else out.redistribute(layout=spec.layout)._local
 
@@ -546,6 +564,17 @@ class TorchDTensor(DTensor, torch.Tensor):
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.ndim == 0 else object.__format__(self, spec)
+
+    # -- torch.distributed.checkpoint's protocol for tensors in pieces ---------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:
+        return importlib.import_module("hyper_parallel.platform.torch.checkpoint").write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> Any:
+        return importlib.import_module("hyper_parallel.platform.torch.checkpoint").chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return importlib.import_module("hyper_parallel.platform.torch.checkpoint").shard_at(self, index)
 
     # -- copying --------------------------------------------------------------------------------
 

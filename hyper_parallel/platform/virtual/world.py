@@ -1,212 +1,289 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks of a mesh side by side: their plan generators run in lockstep, requests are answered from their midst."""
+"""All ranks of a mesh side by side: their programs run in lockstep, requests are answered from their midst."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, assert_never
 
 import numpy as np
 
+from hyper_parallel.core.box import box_shape
 from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.errors import CollectiveError, LayoutError
 from hyper_parallel.core.layout import Layout
-from hyper_parallel.core.placement_types import ReduceOp
 from hyper_parallel.core.tensor_redistribution.execute import (
     AllGatherRequest,
     AllReduceRequest,
     AllToAllRequest,
+    BoxTable,
     ReduceScatterRequest,
     Request,
     compile_plan,
     execute_steps,
 )
-from hyper_parallel.core.tensor_redistribution.planner import plan
-from hyper_parallel.platform.virtual.tensor import Array, VirtualOps, reduce_arrays
+from hyper_parallel.core.tensor_redistribution.planner import Plan, plan
+from hyper_parallel.platform.virtual.tensor import (
+    Array,
+    VirtualOps,
+    part_of,
+    reduce_arrays,
+    split_value,
+)
 
-Locals = dict[int, Array]
+Program: TypeAlias = Generator[Request, Any, Any]
 
 
 class VirtualWorld:
     """The ranks of a mesh in one process.
 
+    Args:
+        mesh: The mesh; any number of ranks.
+
     Attributes:
         mesh: The mesh.
-        collectives: How many collectives of each kind were run, one per group.
-        wire_bytes: Bytes that left some rank for another.
+        ops: Local work on the ranks' arrays.
+        collectives: Kind of request -> how many collectives were run, one per group.
+        bytes_received: Rank -> bytes that came from others.
+
+    Example:
+        >>> mesh = DeviceMesh.grid(dp=2, tp=2)
+        >>> world = VirtualWorld(mesh)
+        >>> x = np.arange(6.0).reshape(2, 3)
+        >>> locals_ = world.distribute(x, mesh.layout("dp", "tp"))
+        >>> whole = world.redistribute(locals_, mesh.layout("dp", "tp"), mesh.layout(None, None), x.shape)
+        >>> whole[3].tolist()
+        [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
+        self.ops = VirtualOps()
         self.collectives: Counter[str] = Counter()
-        self.wire_bytes = 0
-        self._ops = VirtualOps()
+        self.bytes_received: Counter[int] = Counter()
 
-    def distribute(self, array: Array, layout: Layout, random: np.random.Generator) -> Locals:
-        """Local arrays of all ranks; pending reductions get random operands of mixed sign that combine to `array`."""
-        layout.check_shape(array.shape, "distribute")
-        operands = {rank: array for rank in self.mesh.ranks}
-        for axis, op in layout.partial:
-            operands = self._operands(operands, axis, op, random)
-        out = {}
-        for rank in self.mesh.ranks:
-            box = layout.box(array.shape, rank)
-            out[rank] = operands[rank][tuple(slice(a, b) for a, b in box)].copy()
-        return out
+    # -- global array <-> local arrays ------------------------------------------------------------
 
-    def _operands(
-        self, values: Locals, axis: str, op: ReduceOp, random: np.random.Generator
-    ) -> Locals:
-        out: Locals = {}
-        size = self.mesh.size(axis)
-        by_value: dict[tuple[int, ...], list[Array]] = {}
-        for rank in self.mesh.ranks:
-            group = self.mesh.group_ranks((axis,), rank)
-            # Ranks that hold the same value must split it alike, or their copies would differ afterwards.
-            key = tuple(c for a, c in zip(self.mesh.axis_names, self.mesh.coord(rank), strict=True) if a != axis)
-            same = next((k for k in by_value if values[self._rank_of(k, axis)] is values[rank]), None)
-            if same is None:
-                same = by_value.setdefault(key, None) or key  # type: ignore[arg-type]
-                by_value[same] = split_value(values[rank], op, size, random)
-            out[rank] = by_value[same][group.index(rank)]
-        return out
+    def distribute(self, array: Array, layout: Layout, random: np.random.Generator | None = None) -> dict[int, Array]:
+        """Rank -> its local array of `array` under `layout`, a copy.
 
-    def _rank_of(self, key: tuple[int, ...], axis: str) -> int:
-        at = self.mesh.axis_names.index(axis)
-        return self.mesh.rank_at((*key[:at], 0, *key[at:]))
-
-    def assemble(self, locals_: Mapping[int, Array], layout: Layout, shape: Sequence[int]) -> Array:
-        """The global array; copies must agree and pieces must cover it.
+        Args:
+            array: Global array.
+            layout: Its layout. Pending reductions get random operands of mixed sign that give `array`.
+            random: Source of the operands. Default: a fixed seed.
 
         Raises:
-            LayoutError: copies differ, a piece has the wrong shape, or an element is owned by nobody.
+            LayoutError: `layout` does not fit the shape.
         """
-        value: dict[int, Array] = {rank: np.asarray(x) for rank, x in locals_.items()}
+        layout.check_shape(array.shape, "distribute")
+        random = np.random.default_rng(0) if random is None else random
+        # All copies of an operand must be one, so operands are made per position on the pending axes.
+        operands: dict[tuple[int, ...], Array] = {(): array}
         for axis, op in layout.partial:
-            merged = {}
-            for rank in self.mesh.ranks:
-                group = self.mesh.group_ranks((axis,), rank)
-                merged[rank] = reduce_arrays([value[peer] for peer in group], op.value)
-            value = merged
-        first = next(iter(value.values()))
-        out = np.zeros(tuple(shape), first.dtype)
-        seen = np.zeros(tuple(shape), np.bool_)
-        for rank, piece in value.items():
-            box = layout.box(shape, rank)
-            at = tuple(slice(a, b) for a, b in box)
-            if piece.shape != out[at].shape:
-                raise LayoutError(f"rank {rank}: shape {piece.shape}, {layout} gives {out[at].shape}. Check the plan.")
-            if seen[at].any() and not np.allclose(out[at][seen[at]], piece[seen[at]], rtol=1e-5, atol=1e-5):
-                raise LayoutError(f"rank {rank}: its copy differs under {layout}. Check the plan.")
-            out[at] = piece
-            seen[at] = True
-        if not seen.all():
-            raise LayoutError(f"layout {layout}: some elements are owned by no rank. Check the plan.")
-        return out
+            num = self.mesh.size(axis)
+            operands = {
+                (*position, i): part
+                for position, value in operands.items()
+                for i, part in enumerate(split_value(value, op, num, random))
+            }
+        return {
+            rank: part_of(operands[self._position(layout, rank)], layout.box(array.shape, rank)).copy()
+            for rank in self.mesh.ranks
+        }
+
+    def assemble(self, locals_: Mapping[int, Array], layout: Layout, shape: Sequence[int]) -> Array:
+        """The global array; pending reductions are done.
+
+        Raises:
+            LayoutError: a local array has the wrong shape, copies differ, or an element is owned by nobody.
+        """
+        dtype = next(iter(locals_.values())).dtype
+        sizes = [self.mesh.size(axis) for axis in layout.partial_axes]
+        operands = {position: _Canvas(tuple(shape), dtype) for position in itertools.product(*map(range, sizes))}
+        for rank in self.mesh.ranks:
+            canvas = operands[self._position(layout, rank)]
+            canvas.paint(layout, rank, np.asarray(locals_[rank]))
+        values = {position: canvas.finished(layout) for position, canvas in operands.items()}
+        for (_, op), num in reversed(list(zip(layout.partial, sizes, strict=True))):
+            outer = dict.fromkeys(position[:-1] for position in values)
+            values = {position: reduce_arrays([values[*position, i] for i in range(num)], op) for position in outer}
+        return values[()]
+
+    def _position(self, layout: Layout, rank: int) -> tuple[int, ...]:
+        """Coordinates on the axes with a pending reduction."""
+        coord = self.mesh.coord(rank)
+        return tuple(coord[self.mesh.axis_index(axis)] for axis in layout.partial_axes)
+
+    # -- running ----------------------------------------------------------------------------------
 
     def redistribute(
         self, locals_: Mapping[int, Array], src: Layout, dst: Layout, shape: Sequence[int]
-    ) -> Locals:
-        """Run the plan `src -> dst` on all ranks.
+    ) -> dict[int, Array]:
+        """Rank -> its local array under `dst`, from those under `src`, which are not changed.
 
         Raises:
-            CollectiveError: ranks of a group ask for different things.
+            LayoutError: as `plan`.
         """
         itemsize = next(iter(locals_.values())).itemsize
-        made = plan(src, dst, tuple(shape), itemsize)
-        runs = {
-            rank: execute_steps(compile_plan(made, rank), locals_[rank], self._ops) for rank in self.mesh.ranks
-        }
-        answers: dict[int, Any] = dict.fromkeys(runs)
-        done: Locals = {}
-        while runs:
-            requests: dict[int, Request] = {}
-            for rank in list(runs):
-                try:
-                    requests[rank] = runs[rank].send(answers[rank])
-                except StopIteration as stop:
-                    done[rank] = stop.value
-                    del runs[rank]
-            answers = self._answer(requests)
-        return done
+        return self.run_plan(plan(src, dst, shape, itemsize), locals_)
 
-    def _answer(self, requests: dict[int, Request]) -> dict[int, Any]:
+    def run_plan(self, made: Plan, locals_: Mapping[int, Array]) -> dict[int, Array]:
+        """Run a plan on all ranks."""
+        table = BoxTable(made.shape)
+        return self.run(
+            {rank: execute_steps(compile_plan(made, rank, table), locals_[rank], self.ops) for rank in self.mesh.ranks}
+        )
+
+    def run(self, programs: Mapping[int, Program]) -> dict[int, Any]:
+        """Run one program per rank to its end; they yield requests and are sent the answers.
+
+        Returns:
+            Rank -> what its program returned.
+
+        Raises:
+            CollectiveError: ranks of a group ask for different things, or some wait for ranks that do not come.
+        """
+        results: dict[int, Any] = {}
+        waiting: dict[int, Request] = {}
+        answers: dict[int, Any] = dict.fromkeys(programs)
+        while True:
+            for rank, answer in answers.items():
+                try:
+                    waiting[rank] = programs[rank].send(answer)
+                except StopIteration as done:
+                    waiting.pop(rank, None)
+                    results[rank] = done.value
+            if not waiting:
+                return results
+            answers = self._serve(waiting)
+
+    def _serve(self, waiting: Mapping[int, Request]) -> dict[int, Any]:
+        """Answers for all groups whose ranks are all there."""
         answers: dict[int, Any] = {}
-        for rank, request in requests.items():
-            if rank in answers:
+        for request in waiting.values():
+            ranks = request.ranks
+            if ranks[0] in answers:
                 continue
-            members = [requests.get(peer) for peer in request.ranks]
-            kinds = {(type(m), getattr(m, "ranks", None), getattr(m, "op", None)) for m in members}
-            if len(kinds) != 1:
-                raise CollectiveError(
-                    f"ranks {request.ranks}: they ask for different collectives {sorted(map(str, kinds))}. "
-                    "Check the plan."
-                )
-            self.collectives[type(request).__name__.removesuffix("Request")] += 1
-            answers.update(zip(request.ranks, self._run_group(members), strict=True))
+            members = [waiting[rank] for rank in ranks if rank in waiting and waiting[rank].ranks == ranks]
+            if len(members) == len(ranks):
+                answers.update(zip(ranks, self._answer(members), strict=True))
+        if not answers:
+            lines = ", ".join(
+                f"rank {rank} waits in {_name(request)} of ranks {request.ranks}"
+                for rank, request in sorted(waiting.items())
+            )
+            raise CollectiveError(f"virtual ranks: {lines}, and no group is complete. Call it on all of them.")
         return answers
 
-    def _run_group(self, members: Sequence[Any]) -> list[Any]:
-        n = len(members)
-        match members[0]:
-            case AllReduceRequest(x, op):
-                self.wire_bytes += 2 * (n - 1) * x.nbytes
-                out = reduce_arrays([m.x for m in members], op)
-                return [out.copy() for _ in members]
-            case ReduceScatterRequest(parts, op):
-                self.wire_bytes += (n - 1) * parts.nbytes
-                return [reduce_arrays([m.parts[i] for m in members], op) for i in range(n)]
-            case AllGatherRequest(x):
-                self.wire_bytes += n * (n - 1) * x.nbytes
-                return [np.stack([m.x for m in members]) for _ in members]
-            case AllToAllRequest():
-                return [self._receive(members, i) for i in range(n)]
-        raise AssertionError(members[0])
+    def _answer(self, members: Sequence[Request]) -> list[Any]:
+        """Answers of one group, in its order."""
+        first, num = members[0], len(members)
+        _check_agreement(members)
+        self.collectives[_name(first)] += 1
+        match first:
+            case AllReduceRequest(x, op, ranks):
+                self._count(ranks, -(-2 * (num - 1) * x.size // num) * x.itemsize)
+                total = reduce_arrays([member.x for member in _all(AllReduceRequest, members)], op)
+                return [total.copy() for _ in members]
+            case ReduceScatterRequest(parts, op, ranks):
+                self._count(ranks, (num - 1) * parts[0].nbytes)
+                stacks = [member.parts for member in _all(ReduceScatterRequest, members)]
+                return [reduce_arrays([stack[i] for stack in stacks], op) for i in range(num)]
+            case AllGatherRequest(x, ranks):
+                self._count(ranks, (num - 1) * x.nbytes)
+                gathered = np.stack([member.x for member in _all(AllGatherRequest, members)])
+                return [gathered.copy() for _ in members]
+            case AllToAllRequest(_, _, ranks):
+                return self._all_to_all(list(_all(AllToAllRequest, members)), ranks)
+            case never:
+                assert_never(never)
 
-    def _receive(self, members: Sequence[AllToAllRequest], position: int) -> list[Array]:
+    def _all_to_all(self, members: Sequence[AllToAllRequest], ranks: tuple[int, ...]) -> list[Any]:
         out = []
-        for source, member in enumerate(members):
-            piece = member.sends[position]
-            wanted = members[position].recv_shapes[source]
-            if piece.size != int(np.prod(wanted)):
-                raise CollectiveError(
-                    f"all_to_all over {member.ranks}: {member.ranks[source]} sends {piece.shape} to "
-                    f"{member.ranks[position]}, which expects {wanted}. Check the plan."
-                )
-            if source != position:
-                self.wire_bytes += piece.nbytes
-            out.append(piece.copy().reshape(wanted))
+        for i, receiver in enumerate(members):
+            pieces = [sender.sends[i] for sender in members]
+            for source, piece, shape in zip(ranks, pieces, receiver.recv_shapes, strict=True):
+                if piece.size != math.prod(shape):
+                    raise CollectiveError(
+                        f"AllToAll of ranks {ranks}: rank {source} sends {piece.shape}, rank {ranks[i]} expects "
+                        f"{shape}. Give both the same plan."
+                    )
+                if source != ranks[i]:
+                    self.bytes_received[ranks[i]] += piece.nbytes
+            shapes = receiver.recv_shapes
+            out.append([piece.reshape(shape).copy() for piece, shape in zip(pieces, shapes, strict=True)])
         return out
 
+    def _count(self, ranks: Iterable[int], nbytes: int) -> None:
+        for rank in ranks:
+            self.bytes_received[rank] += nbytes
 
-def split_value(value: Array, op: ReduceOp, num: int, random: np.random.Generator) -> list[Array]:
-    """`num` operands whose reduction by `op` is `value`, as different from each other as the op allows."""
-    shape, dtype = value.shape, value.dtype
-    match op:
-        case ReduceOp.SUM | ReduceOp.AVG:
-            total = value * num if op is ReduceOp.AVG else value
-            parts = [random.integers(-50, 50, shape).astype(dtype) for _ in range(num - 1)]
-            rest = total - sum(parts) if parts else total
-            return [*parts, np.asarray(rest, dtype)]
-        case ReduceOp.PROD:
-            signs = [random.choice([-1, 1], shape).astype(dtype) for _ in range(num - 1)]
-            last = value.copy()
-            for sign in signs:
-                last = last * sign
-            return [*signs, np.asarray(last, dtype)]
-        case ReduceOp.MAX | ReduceOp.MIN:
-            sign = -1 if op is ReduceOp.MAX else 1
-            winner = random.integers(0, num, shape)
-            gaps = [random.integers(0, 50, shape) for _ in range(num)]
-            return [np.asarray(np.where(winner == i, value, value + sign * gaps[i]), dtype) for i in range(num)]
-        case ReduceOp.ALL | ReduceOp.ANY:
-            odd = random.integers(0, num, shape)
-            neutral = op is ReduceOp.ALL
-            noise = [random.integers(0, 2, shape).astype(np.bool_) for _ in range(num)]
-            out = []
-            for i in range(num):
-                free = np.where(value == neutral, neutral, noise[i])
-                out.append(np.where((odd == i) & (value != neutral), value, free))
-            return out
-    raise AssertionError(op)
+
+class _Canvas:
+    """A global array that is put together from pieces."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        self.array = np.zeros(shape, dtype)
+        self.is_known = np.zeros(shape, np.bool_)
+
+    def paint(self, layout: Layout, rank: int, piece: Array) -> None:
+        box = layout.box(self.array.shape, rank)
+        if piece.shape != box_shape(box):
+            raise LayoutError(
+                f"assemble of shape {self.array.shape}: rank {rank} has {piece.shape}, {layout} gives it "
+                f"{box_shape(box)}. Pass the layout the arrays have."
+            )
+        here, known = part_of(self.array, box), part_of(self.is_known, box)
+        if not np.allclose(here[known], piece[known], rtol=1e-5, atol=1e-5, equal_nan=True):
+            raise LayoutError(
+                f"assemble of shape {self.array.shape}: the copy on rank {rank} under {layout} differs from that on "
+                "an earlier rank. Find who changed it."
+            )
+        here[...] = piece
+        known[...] = True
+
+    def finished(self, layout: Layout) -> Array:
+        if not self.is_known.all():
+            raise LayoutError(
+                f"assemble of shape {self.array.shape}: no rank owns some elements under {layout}. "
+                "Report this with the layout."
+            )
+        return self.array
+
+
+def _name(request: Request) -> str:
+    return type(request).__name__.removesuffix("Request")
+
+
+def _all(kind: Any, members: Sequence[Request]) -> Any:
+    assert all(type(member) is kind for member in members)
+    return members
+
+
+def _signature(request: Request) -> tuple[object, ...]:
+    """What all ranks of a group must agree on."""
+    match request:
+        case AllReduceRequest(x, op):
+            return "AllReduce", op, x.shape, str(x.dtype)
+        case ReduceScatterRequest(parts, op):
+            return "ReduceScatter", op, parts.shape, str(parts.dtype)
+        case AllGatherRequest(x):
+            return "AllGather", x.shape, str(x.dtype)
+        case AllToAllRequest(sends):
+            return "AllToAll", len(sends), str(sends[0].dtype)
+        case never:
+            assert_never(never)
+
+
+def _check_agreement(members: Sequence[Request]) -> None:
+    ranks = members[0].ranks
+    expected = _signature(members[0])
+    for rank, member in zip(ranks, members, strict=True):
+        if _signature(member) != expected:
+            raise CollectiveError(
+                f"collective of ranks {ranks}: rank {ranks[0]} asks for {expected}, rank {rank} for "
+                f"{_signature(member)}. Call the same on all of them."
+            )

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fully_shard: the framework-free part. Start reading at README.md."""

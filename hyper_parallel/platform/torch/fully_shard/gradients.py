@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the gradients of full parameters to those of the shards.
+
+Note [One node per forward]
+    The full parameters of a unit come out of one autograd node per forward, `_Gathered`. The engine runs its backward
+    when all uses that this backward pass reaches are done: that is the moment to reduce, whatever the control flow,
+    the number of forwards or of uses. So that full gradients do not pile up until then, each passes a hook that
+    copies it into the unit's flat buffer (the one copy a gradient sees) and hands on a stand-in without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hyper_parallel.platform.torch.fully_shard.transfer import Reduction
+from hyper_parallel.platform.torch.process_groups import pool
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform.torch.fully_shard.unit import FlatUnit
+
+
+class GradBuffer:
+    """A flat buffer that full gradients are collected in."""
+
+    def __init__(self, unit: FlatUnit, dtype: torch.dtype) -> None:
+        self.unit = unit
+        self.flat = torch.empty(unit.plan.numel, dtype=dtype, device=unit.shard.device)
+        self.used: set[int] = set()
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """Put a gradient in its place."""
+        view = self.unit.buffer_view(self.flat, index)
+        if index in self.used:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            self.used.add(index)
+
+    def complete(self) -> torch.Tensor:
+        """The buffer with zeros wherever no gradient came."""
+        plan = self.unit.plan
+        for start, stop in plan.holes():
+            self.flat[start:stop].zero_()
+        for index, param in enumerate(plan.params):
+            if index not in self.used:
+                self.flat.narrow(0, param.offset, param.numel).zero_()
+        return self.flat
+
+
+class UnitCall:
+    """One forward's use of a unit: collects its gradients and says when they are all there."""
+
+    def __init__(self, unit: FlatUnit, dtype: torch.dtype, on_done: Callable[[UnitCall], None]) -> None:
+        self.unit = unit
+        self.dtype = dtype
+        self.on_done = on_done
+        self.buffer: GradBuffer | None = None
+        self.carried: Callable[[], GradBuffer | None] = lambda: None
+
+    def full_parameters(self) -> list[torch.Tensor]:
+        """The unit's full parameters, in the graph where gradients are wanted."""
+        leaves = [param.local for param in self.unit.params]
+        if not torch.is_grad_enabled() or not any(leaf.requires_grad for leaf in leaves):
+            return self.unit.full_parameters()
+        wanted = tuple(i for i, leaf in enumerate(leaves) if leaf.requires_grad)
+        outputs = _Gathered.apply(self, wanted, *(leaves[i] for i in wanted))
+        out = self.unit.full_parameters() if len(wanted) < len(leaves) else list(outputs)
+        for i, full in zip(wanted, outputs, strict=True):
+            out[i] = self._watched(i, full)
+        return out
+
+    def _watched(self, index: int, full: torch.Tensor) -> torch.Tensor:
+        view = full.view_as(full)
+
+        def collect(grad: torch.Tensor) -> torch.Tensor:
+            if self.buffer is None:
+                self.buffer = self.carried() or GradBuffer(self.unit, self.dtype)
+            self.buffer.add(index, grad)
+            return grad.new_zeros(()).expand(grad.shape)
+
+        view.register_hook(collect)
+        return view
+
+
+class _Gathered(torch.autograd.Function):
+    """See Note [One node per forward]."""
+
+    @staticmethod
+    def forward(ctx: Any, call: UnitCall, wanted: tuple[int, ...], *leaves: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        full = call.unit.full_parameters()
+        return tuple(full[i] for i in wanted)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.call.on_done(ctx.call)
+        return (None, None, *(None for _ in grads))
+
+
+class UnitReduction:
+    """A unit's gradients on their way to the shards.
+
+    Args:
+        unit: The unit.
+        buffer: Its collected gradients.
+        replicate_ranks: HSDP: the ranks that hold the same shard.
+        factor: What the sum is divided by.
+        carry: HSDP: reduced shards of earlier backwards that still lack the replicas' share.
+        all_reduce: Whether to reduce over the replicas now.
+    """
+
+    def __init__(
+        self,
+        unit: FlatUnit,
+        buffer: GradBuffer,
+        *,
+        replicate_ranks: tuple[int, ...],
+        factor: float,
+        carry: torch.Tensor | None,
+        all_reduce: bool,
+    ) -> None:
+        self.unit = unit
+        self.replicate_ranks = replicate_ranks
+        self.factor = factor
+        self.carry = carry
+        self.all_reduce = all_reduce
+        self.used = frozenset(buffer.used)
+        self._reduction = Reduction(buffer.complete(), unit.ranks, unit.position)
+
+    def finish(self) -> torch.Tensor | None:
+        """Wait, and return the flat gradient shard in the parameters' dtype; None if the replicas' share is put off."""
+        total = self._reduction.result()
+        if self.carry is not None:
+            total = total.add_(self.carry)
+        if not self.all_reduce:
+            self.carry = total
+            return None
+        self.carry = None
+        if len(self.replicate_ranks) > 1:
+            torch.distributed.all_reduce(total, group=pool.group(self.replicate_ranks))
+        if self.factor != 1:
+            total = total.div_(self.factor)
+        return total.to(self.unit.dtype)
+
+
+def accumulate(unit: FlatUnit, flat: torch.Tensor) -> None:
+    """Add a reduced gradient shard to the parameters' `.grad`, by one flat addition where they are untouched views of one."""
+    leaves = [param.local for param in unit.params]
+    wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+    held = _held_flat(unit, wanted)
+    with torch.no_grad():
+        if held is not None:
+            held.add_(flat)
+        else:
+            views = unit.grad_views(flat)
+            for i in wanted:
+                if leaves[i].grad is None:
+                    leaves[i].grad = views[i]
+                else:
+                    leaves[i].grad.add_(views[i])  # type: ignore[union-attr]
+            if wanted and all(leaves[i].grad is views[i] for i in wanted):
+                unit.grad_shard = (flat, views)
+    _run_hooks([leaves[i] for i in wanted])
+
+
+def _held_flat(unit: FlatUnit, wanted: list[int]) -> torch.Tensor | None:
+    """The flat tensor that all present gradients are views of, if they still are."""
+    if unit.grad_shard is None:
+        return None
+    flat, views = unit.grad_shard
+    if all(unit.params[i].local.grad is views[i] for i in wanted):
+        return flat
+    unit.grad_shard = None
+    return None
+
+
+def _run_hooks(leaves: list[torch.Tensor]) -> None:
+    """Hooks that users put on sharded parameters: autograd does not run them, since it never sees these gradients."""
+    for leaf in leaves:
+        for hook in tuple((leaf._backward_hooks or {}).values()):
+            changed = hook(leaf.grad)
+            if changed is not None:
+                leaf.grad = changed
+        for hook in tuple((getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values()):
+            hook(leaf)

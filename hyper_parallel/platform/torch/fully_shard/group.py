@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ParamGroup: what happens to the parameters of one wrapped module (or list of modules) in forward and backward."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hyper_parallel.core.fully_shard.hsdp_state import GroupState, check_transition
+from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
+from hyper_parallel.platform.torch.dtensor import TorchDTensor, spec_of, wrap
+from hyper_parallel.platform.torch.fully_shard.context import RootContext
+from hyper_parallel.platform.torch.fully_shard.gradients import (
+    GradBuffer,
+    UnitCall,
+    UnitReduction,
+)
+from hyper_parallel.platform.torch.fully_shard.unit import FlatUnit
+
+
+class GroupCall:
+    """One forward of a group: its units' calls, and whether its backward is under way."""
+
+    def __init__(self, units: list[UnitCall]) -> None:
+        self.units = units
+        self.is_active = False
+        self.left = 0
+
+
+class ParamGroup:
+    """The parameters of one wrapped module, or of a list of modules wrapped as one.
+
+    Args:
+        name: For messages.
+        modules: The wrapped modules.
+        units: Their parameters, one unit per dtype.
+        replicate_ranks: HSDP: the ranks that hold the same shards, this one among them.
+        mp_policy: Dtypes.
+        reshard_after_forward: Free after forward; None: unless this turns out to be the root.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        modules: Sequence[nn.Module],
+        units: list[FlatUnit],
+        *,
+        replicate_ranks: tuple[int, ...],
+        mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.name = name
+        self.modules = list(modules)
+        self.units = units
+        self.replicate_ranks = replicate_ranks
+        self.mp_policy = mp_policy
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.requires_all_reduce = True
+        self.divide_factor: float | None = None
+        self.forward_prefetch: list[ParamGroup] = []
+        self.backward_prefetch: list[ParamGroup] = []
+        self.carried_shards: dict[FlatUnit, torch.Tensor | None] = {}
+        self._carried_buffers: dict[FlatUnit, GradBuffer] = {}
+        self.state = GroupState.SHARDED
+        self._context: RootContext | None = None
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._left: set[int] = set()
+        self._call: GroupCall | None = None
+        self._is_manual = False
+        self._active: list[GroupCall] = []
+
+    # -- states ---------------------------------------------------------------------------------
+
+    def _become(self, state: GroupState) -> None:
+        check_transition(self.name, self.state, state)
+        self.state = state
+
+    def start_unshard(self) -> None:
+        """Begin the all-gather unless the parameters are there or on their way."""
+        with self._lock:
+            if self.state is not GroupState.SHARDED:
+                return
+            for unit in self.units:
+                unit.adopt()
+            self._become(GroupState.UNSHARDING)
+            for unit in self.units:
+                unit.gather()
+
+    def unshard(self) -> None:
+        """Have the full parameters: whoever comes first gathers, everybody waits."""
+        with self._lock:
+            self.start_unshard()
+            if self.state is GroupState.UNSHARDING:
+                for unit in self.units:
+                    unit.wait()
+                self._become(GroupState.UNSHARDED)
+
+    def reshard(self) -> None:
+        """Free the full parameters."""
+        with self._lock:
+            if self.state is GroupState.SHARDED:
+                return
+            self.unshard()
+            for unit in self.units:
+                unit.free()
+            self._become(GroupState.SHARDED)
+
+    def drop_unused(self) -> None:
+        """Free what was prefetched but is used neither by a forward nor by a backward."""
+        if self._call is None and not self._active and not self._is_manual:
+            self.reshard()
+
+    # -- which parameters the modules see -------------------------------------------------------
+
+    def _show_full(self) -> GroupCall:
+        dtype = self.mp_policy.reduce_dtype
+        calls = []
+        for unit in self.units:
+            call = UnitCall(unit, dtype or unit.gather_dtype, self._unit_done)
+            call.carried = lambda unit=unit: self._carried_buffers.pop(unit, None)  # type: ignore[misc]
+            calls.append(call)
+            for param, full in zip(unit.params, call.full_parameters(), strict=True):
+                shown: torch.Tensor = full
+                if param.tp_layout is not None:
+                    shown = wrap(full, spec_of(param.tp_layout, param.shape))
+                _put(param.sites, shown)
+        return GroupCall(calls)
+
+    def _show_sharded(self) -> None:
+        for unit in self.units:
+            for param in unit.params:
+                _put(param.sites, param.sharded)
+
+    # -- forward --------------------------------------------------------------------------------
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Gather the parameters and put them in place; gather the next group's meanwhile."""
+        context = self.root_context()
+        if self._depth == 0 and self._call is None:
+            self._enter(context)
+        self._depth += 1
+        dtype = self.mp_policy.param_dtype
+        if dtype is not None and self.mp_policy.cast_forward_inputs:
+            args, kwargs = tree_map_only(torch.Tensor, lambda x: _cast(x, dtype), (args, kwargs))
+        return args, kwargs
+
+    def _enter(self, context: RootContext) -> None:
+        following: list[ParamGroup] = []
+        if not context.in_backward:
+            if context.root is self:
+                context.begin_forward()
+            following = context.enter(self)
+        self.unshard()
+        for group in following:
+            group.start_unshard()
+        self._left = {id(m) for m in self.modules}
+        self._call = self._show_full()
+
+    def post_forward(self, module: nn.Module, args: Any, out: Any) -> Any:
+        """Free the parameters if so chosen, and see to it that they are there again when backward comes.
+
+        Also called, with `out` None, when forward raised.
+        """
+        if self._depth == 0:
+            return out  # forward raised before it reached `pre_forward`
+        self._depth -= 1
+        self._left.discard(id(module))
+        call = self._call
+        dtype = self.mp_policy.output_dtype
+        if dtype is not None and out is not None:
+            out = tree_map_only(torch.Tensor, lambda x: _cast(x, dtype), out)
+        hooked = call is not None and torch.is_grad_enabled() and self._watch(out, call)
+        if self._depth == 0 and (not self._left or out is None):
+            self._leave(keep=bool(hooked))
+        return out
+
+    def _leave(self, keep: bool) -> None:
+        context = self.root_context()
+        self._call = None
+        if not self._is_manual:
+            self._show_sharded()
+        if context.in_backward:
+            return
+        frees = self.reshard_after_forward
+        if frees is None:
+            frees = context.root is not self
+        if (frees or not keep) and not self._is_manual and not self._active:
+            self.reshard()
+        if context.root is self:
+            context.end_forward()
+            for group in context.groups():
+                group.close_forward()
+
+    def close_forward(self) -> None:
+        """End a forward that some module of a list never had."""
+        if self._call is not None and self._depth == 0:
+            self._call = None
+            if not self._is_manual:
+                self._show_sharded()
+                self.reshard()
+
+    def _watch(self, out: Any, call: GroupCall) -> bool:
+        """Call `_pre_backward` before the first node of this forward's graph runs.
+
+        The hook sits on the node, not on the tensor, so changing the output in place does not lose it.
+        """
+        nodes = {}
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                node = _node_of(leaf)
+                if node is not None:
+                    nodes[id(node)] = node
+        for node in nodes.values():
+            node.register_prehook(lambda grads: self._pre_backward(call))
+        return bool(nodes)
+
+    # -- backward -------------------------------------------------------------------------------
+
+    def _pre_backward(self, call: GroupCall) -> None:
+        context = self.root_context()
+        context.note_backward()
+        if call.is_active:
+            return
+        call.is_active = True
+        call.left = len(call.units)
+        self._active.append(call)
+        self.unshard()
+        wanted = self.backward_prefetch
+        if not wanted:
+            before = context.order.before(self)
+            wanted = [before] if before is not None else []
+        for group in wanted:
+            group.start_unshard()
+
+    def _unit_done(self, call: UnitCall) -> None:
+        """All gradients of a unit's forward are collected."""
+        buffer, call.buffer = call.buffer, None
+        if buffer is not None:
+            if self.requires_gradient_sync:
+                self.root_context().reduce(self, self._reduction(call.unit, buffer))
+            else:
+                self._carried_buffers[call.unit] = buffer
+        owner = next((g for g in self._active if call in g.units), None)
+        if owner is None:
+            return
+        owner.left -= 1
+        if owner.left == 0 and not self._has_frozen:
+            self._close(owner)
+
+    @property
+    def _has_frozen(self) -> bool:
+        """Frozen parameters may be read after the last gradient of the others is there."""
+        return any(not p.local.requires_grad for unit in self.units for p in unit.params)
+
+    def _close(self, call: GroupCall) -> None:
+        call.is_active = False
+        self._active.remove(call)
+        if not self._active and self.reshard_after_backward and self._call is None and not self._is_manual:
+            self.reshard()
+
+    def _reduction(self, unit: FlatUnit, buffer: GradBuffer) -> UnitReduction:
+        factor = self.divide_factor or len(unit.ranks) * len(self.replicate_ranks)
+        return UnitReduction(
+            unit,
+            buffer,
+            replicate_ranks=self.replicate_ranks,
+            factor=factor,
+            carry=self.carried_shards.pop(unit, None),
+            all_reduce=self.requires_all_reduce,
+        )
+
+    def end_backward(self) -> None:
+        """The whole backward pass is over."""
+        for call in self._active:
+            call.is_active = False
+        self._active.clear()
+        if self._call is None and not self._is_manual and self.reshard_after_backward:
+            self.reshard()
+
+    def abort(self) -> None:
+        """Back to the sharded state after an exception; gradients collected so far are dropped."""
+        self._carried_buffers.clear()
+        self._active.clear()
+        self._call, self._depth, self._is_manual = None, 0, False
+        self._show_sharded()
+        self.reshard()
+
+    # -- by hand --------------------------------------------------------------------------------
+
+    def unshard_now(self, async_op: bool) -> UnshardHandle | None:
+        """See `HSDPModule.unshard`."""
+        self.start_unshard()
+        handle = UnshardHandle(self)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def show_until_reshard(self) -> None:
+        """Full parameters stay in place until `reshard_now`."""
+        self.unshard()
+        if not self._is_manual:
+            self._is_manual = True
+            self._show_full()
+
+    def reshard_now(self) -> None:
+        """See `HSDPModule.reshard`."""
+        self._is_manual = False
+        if self._call is None:
+            self._show_sharded()
+            self.reshard()
+
+    def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """A state dict shows sharded parameters, also between `unshard` and `reshard`."""
+        if self._call is None:
+            self._show_sharded()
+            self._is_manual = False
+
+    # -- the root -------------------------------------------------------------------------------
+
+    def groups_below(self) -> Iterator[ParamGroup]:
+        """This group and those of all wrapped modules inside."""
+        seen = set()
+        for module in self.modules:
+            for child in module.modules():
+                group = child.__dict__.get("_hsdp_group")
+                if group is not None and id(group) not in seen:
+                    seen.add(id(group))
+                    yield group
+
+    def root_context(self) -> RootContext:
+        """The shared context; the outermost wrapped module that is called first makes it."""
+        if self._context is None:
+            groups = list(self.groups_below())
+            context = RootContext(self, groups)
+            for group in groups:
+                group._context = context
+        assert self._context is not None
+        return self._context
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        for name in ("_lock", "_context", "_call"):
+            state[name] = None
+        state["_active"] = []
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.RLock()
+
+
+class UnshardHandle:
+    """What `unshard(async_op=True)` returns."""
+
+    def __init__(self, group: ParamGroup) -> None:
+        self._group = group
+
+    def wait(self) -> None:
+        """Have the full parameters in place."""
+        self._group.show_until_reshard()
+
+
+def _put(sites: Sequence[tuple[nn.Module, str]], tensor: torch.Tensor) -> None:
+    for module, name in sites:
+        module._parameters[name] = tensor  # type: ignore[assignment]
+        if isinstance(module, nn.RNNBase):
+            # RNNs keep a second list of their weights.
+            module._flat_weights = [module._parameters.get(n) for n in module._flat_weights_names]
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x
+
+
+def _node_of(tensor: torch.Tensor) -> Any:
+    if isinstance(tensor, TorchDTensor):
+        if tensor._origin is not None:
+            return tensor._origin[0].grad_fn
+        return tensor._local.grad_fn
+    return tensor.grad_fn

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A flat unit: the parameters of one group and dtype in one buffer. See Note [Flat groups] in core.
+
+Note [One storage for life]
+    Autograd keeps views of the full parameters for backward. They must read the re-gathered weights there, never what
+    another group left in the memory. So the full buffer of a unit is one storage object for the unit's life, whose
+    memory comes and goes under it (`resize_`); the allocator does the pooling. Full parameters are separate tensor
+    objects over that storage (`set_`), with version counters of their own: filling the buffer anew does not count as
+    changing a saved tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.core.fully_shard.group_plan import GroupPlan, plan_group
+from hyper_parallel.core.layout import Layout
+from hyper_parallel.platform.torch.dtensor import TorchDTensor, spec_of, wrap
+from hyper_parallel.platform.torch.fully_shard.transfer import Transfer, gather_flat
+
+
+@dataclass(eq=False)
+class FlatParam:
+    """One parameter of a unit.
+
+    Attributes:
+        name: Full name, for messages.
+        sites: Every (module, attribute) that holds it: more than one if it is tied.
+        sharded: The parameter users and optimizers see.
+        local: The local tensor of `sharded`: an autograd leaf over the unit's shard.
+        shape: Global shape.
+        full_shape: Shape after gathering: the tensor-parallel local one, or the global.
+        tp_layout: Layout over the tensor-parallel mesh, or None.
+        planned_shape: (rows, elements per row), the largest of any tensor-parallel rank.
+    """
+
+    name: str
+    sites: list[tuple[nn.Module, str]]
+    sharded: nn.Parameter
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    full_shape: tuple[int, ...]
+    tp_layout: Layout | None
+    planned_shape: tuple[int, int]
+    strides: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        inner = self.full_shape[1:]
+        steps = [math.prod(inner[i + 1 :]) for i in range(len(inner))]
+        # The row stride is that of the largest tensor-parallel rank, so that all ranks cut at the same rows.
+        self.strides = (self.planned_shape[1], *steps)
+
+
+class FlatUnit:
+    """Shard and full buffer of some parameters of one dtype.
+
+    Args:
+        params: The parameters, still whole (`sharded` and `local` are set here).
+        layouts: Per parameter a function from its place in the plan to its sharded layout.
+        ranks: The ranks it is sharded over.
+        position: This rank's position among them.
+        gather_dtype: Dtype of the full parameters.
+    """
+
+    def __init__(
+        self,
+        params: list[FlatParam],
+        layouts: Sequence[Any],
+        ranks: tuple[int, ...],
+        position: int,
+        gather_dtype: torch.dtype | None,
+    ) -> None:
+        first = params[0].local
+        self.params = params
+        self.ranks = ranks
+        self.position = position
+        self.dtype = first.dtype
+        self.gather_dtype = gather_dtype if gather_dtype and first.is_floating_point() else first.dtype
+        self.plan: GroupPlan = plan_group([p.planned_shape for p in params], len(ranks), first.element_size())
+        self.shard = torch.zeros(self.plan.shard_numel, dtype=first.dtype, device=first.device)
+        self._full: torch.Tensor | None = None
+        self._transfer: Transfer | None = None
+        # The flat gradient and the views of it that were given to the parameters, while they are still those.
+        self.grad_shard: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        with torch.no_grad():
+            for i, param in enumerate(params):
+                self._take(i, param, layouts[i])
+
+    @property
+    def gather_is_alias(self) -> bool:
+        """Whether the full buffer is the shard itself: one rank, same dtype."""
+        return len(self.ranks) == 1 and self.gather_dtype == self.dtype
+
+    def _take(self, index: int, param: FlatParam, layout_of: Any) -> None:
+        """Move this rank's rows into the shard and make the sharded parameter."""
+        whole = param.local
+        layout = layout_of(self.plan.params[index])
+        first, last = self._rows(index)
+        piece = self._shard_view(index)
+        if not whole.is_meta:
+            piece.copy_(whole[first:last])
+        sharded = nn.Parameter(wrap(piece, spec_of(layout, param.shape)), whole.requires_grad)
+        # Attributes that users put on the parameter stay with it.
+        sharded.__dict__.update({k: v for k, v in param.sharded.__dict__.items() if k not in _WRAPPER_ATTRIBUTES})
+        param.sharded, param.local = sharded, sharded._local  # type: ignore[attr-defined]
+        for module, name in param.sites:
+            module._parameters[name] = param.sharded
+
+    def _rows(self, index: int) -> tuple[int, int]:
+        first, last = self.plan.params[index].rows_of(self.position)
+        num = self.params[index].full_shape[0]
+        return min(first, num), min(last, num)
+
+    def _shard_view(self, index: int) -> torch.Tensor:
+        return self._rows_view(self.shard, index)
+
+    def _rows_view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """This rank's rows of a parameter in a flat tensor of the size of the shard."""
+        param = self.params[index]
+        first, last = self._rows(index)
+        shape = (last - first, *param.full_shape[1:])
+        if math.prod(shape) == 0:
+            return flat.new_empty(shape)
+        offset = self.plan.local_offset(index, self.position)
+        return flat.as_strided(shape, param.strides, flat.storage_offset() + offset)
+
+    def grad_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Per parameter this rank's rows of a flat gradient shard."""
+        return [self._rows_view(flat, i) for i in range(len(self.params))]
+
+    def buffer_view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """A whole parameter in a flat tensor of the size of the full buffer."""
+        param = self.params[index]
+        if math.prod(param.full_shape) == 0:
+            return flat.new_empty(param.full_shape)
+        return flat.as_strided(param.full_shape, param.strides, flat.storage_offset() + self.plan.params[index].offset)
+
+    # -- keeping up with users ------------------------------------------------------------------
+
+    def adopt(self) -> None:
+        """Follow parameters that were replaced (`to_empty`, `load_state_dict(assign=True)`, `deepcopy`, `to`).
+
+        Their values move into the shard, and old and new objects share one leaf, so optimizers built on either work.
+        """
+        current = [param.sites[0][0]._parameters[param.sites[0][1]] for param in self.params]
+        if all(
+            new is param.sharded and param.sharded._local is param.local  # type: ignore[attr-defined]
+            for new, param in zip(current, self.params, strict=True)
+        ):
+            return
+        with torch.no_grad():
+            self._rebuild(current)
+
+    def _rebuild(self, current: Sequence[Any]) -> None:
+        locals_ = [self._local_of(new, param) for new, param in zip(current, self.params, strict=True)]
+        kinds = {(x.dtype, x.device) for x in locals_}
+        if len(kinds) > 1:
+            names = ", ".join(f"{p.name} {x.dtype} {x.device}" for p, x in zip(self.params, locals_, strict=True))
+            raise ValueError(
+                f"fully_shard: the parameters of one group now differ in dtype or device ({names}). "
+                "Move or cast the whole module at once."
+            )
+        dtype, device = kinds.pop()
+        fresh = dtype != self.dtype or device != self.shard.device
+        if fresh:
+            if self.gather_dtype == self.dtype:
+                self.gather_dtype = dtype
+            self.dtype = dtype
+            self.shard = torch.zeros(self.plan.shard_numel, dtype=dtype, device=device)
+            self._full = None
+        for i, (new, param, local) in enumerate(zip(current, self.params, locals_, strict=True)):
+            self._bind(i, param, new, local)
+
+    def _local_of(self, new: Any, param: FlatParam) -> torch.Tensor:
+        layout = param.sharded.layout
+        if isinstance(new, TorchDTensor):
+            if tuple(new.shape) != param.shape:
+                raise ValueError(f'parameter "{param.name}": replaced by one of shape {tuple(new.shape)}, it has {param.shape}. Assign one of that shape.')
+            return new.redistribute(layout=layout)._local  # type: ignore[arg-type]
+        return TorchDTensor._distribute(new.detach(), None, layout, None)._local
+
+    def _bind(self, index: int, param: FlatParam, new: Any, local: torch.Tensor) -> None:
+        view = self._shard_view(index)
+        if not local.is_meta and local.data_ptr() != view.data_ptr():
+            view.copy_(local)
+        leaf = view.detach().requires_grad_(new.requires_grad)
+        if isinstance(new, TorchDTensor):
+            leaf.grad = new._local.grad
+        else:
+            new = nn.Parameter(wrap(leaf, param.sharded._spec), new.requires_grad)  # type: ignore[attr-defined]
+        for wrapper in (new, param.sharded):
+            wrapper._local = leaf  # type: ignore[attr-defined]
+            wrapper._memo = None  # type: ignore[attr-defined]
+        param.local, param.sharded = leaf, new
+        for module, name in param.sites:
+            module._parameters[name] = new
+
+    # -- gathering ------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Start filling the full buffer."""
+        if self.shard.is_meta:
+            raise ValueError(
+                f'parameter "{self.params[0].name}": it is still on the meta device. Call module.to_empty(device=...) and '
+                "initialise it before the first forward."
+            )
+        if self.gather_is_alias:
+            return
+        if self._full is None:
+            self._full = torch.empty(self.plan.numel, dtype=self.gather_dtype, device=self.shard.device)
+        else:
+            self._full.untyped_storage().resize_(self._full.numel() * self._full.element_size())
+        shard = self.shard if self.gather_dtype == self.dtype else self.shard.to(self.gather_dtype)
+        self._transfer = gather_flat(self._full, shard, self.ranks, self.position)
+
+    def wait(self) -> None:
+        """End what `gather` began."""
+        if self._transfer is not None:
+            self._transfer.wait()
+            self._transfer = None
+
+    def free(self) -> None:
+        """Give the full buffer's memory back. See Note [One storage for life]."""
+        if self._full is not None:
+            self._full.untyped_storage().resize_(0)
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes that the full buffer holds now."""
+        return 0 if self._full is None else self._full.untyped_storage().nbytes()
+
+    def full_parameters(self) -> list[torch.Tensor]:
+        """The gathered parameters as new plain tensors over the full buffer."""
+        flat = self.shard if self._full is None else self._full
+        storage, base = flat.untyped_storage(), flat.storage_offset()
+        out = []
+        for param, placed in zip(self.params, self.plan.params, strict=True):
+            view = torch.empty(0, dtype=flat.dtype, device=flat.device)
+            if math.prod(param.full_shape):
+                view.set_(storage, base + placed.offset, param.full_shape, param.strides)
+            else:
+                view = view.new_empty(param.full_shape)
+            out.append(view)
+        return out
+
+
+_WRAPPER_ATTRIBUTES = frozenset(("_local", "_spec", "_origin", "_memo", "_is_native", "_is_param"))
