@@ -49,9 +49,7 @@ class PlacedParam:
     def is_chunked(self) -> bool:
         """True if the ranks own what `torch.chunk` would give them."""
         size = chunk_size(self.num_rows, len(self.sizes))
-        return all(
-            rows == max(0, min(size, self.num_rows - rank * size)) for rank, rows in enumerate(self.sizes)
-        )
+        return all(rows == max(0, min(size, self.num_rows - rank * size)) for rank, rows in enumerate(self.sizes))
 
     def rows_of(self, rank: int) -> tuple[int, int]:
         """The half-open range of rows that `rank` owns."""
@@ -175,15 +173,16 @@ def _place(
         numel = num_rows * row
         if not numel:
             continue
-        for slot, (start, stop) in enumerate(free):
-            offset = _fit(start, stop, numel, row, part, align) if stop - start >= numel else None
+        for gap in free:
+            offset = _fit(*gap, numel, row, part, align) if gap[1] - gap[0] >= numel else None
             if offset is not None:
                 break
         else:
             return None
         offsets[index] = offset
-        left = [(start, offset), (offset + numel, stop)]
-        free[slot : slot + 1] = [gap for gap in left if gap[0] < gap[1]]
+        slot = free.index(gap)
+        left = [(gap[0], offset), (offset + numel, gap[1])]
+        free[slot : slot + 1] = [rest for rest in left if rest[0] < rest[1]]
     return offsets
 
 
@@ -217,9 +216,7 @@ def _rows_per_rank(offset: int, num_rows: int, row: int, part: int, num_ranks: i
     if not num_rows * row:
         return (num_rows, *[0] * (num_ranks - 1))
     end = offset + num_rows * row
-    return tuple(
-        max(0, min(end, (rank + 1) * part) - max(offset, rank * part)) // row for rank in range(num_ranks)
-    )
+    return tuple(max(0, min(end, (rank + 1) * part) - max(offset, rank * part)) // row for rank in range(num_ranks))
 
 
 def _round_up(value: int, multiple: int) -> int:

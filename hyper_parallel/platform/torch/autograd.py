@@ -53,7 +53,7 @@ def move(
     cotangent = cotangent or dst.cotangent
     if not (local.requires_grad and torch.is_grad_enabled()):
         return data if data is not None else transfer(local, src, dst, shape)
-    if src is dst and cotangent is dst.cotangent:
+    if data is None and src is dst and cotangent is dst.cotangent:
         return local
     extreme = tuple(axis for axis, op in src.partial if not op.is_linear)
     finished = tuple(axis for axis in extreme if dst.op_of(axis) is not src.op_of(axis))

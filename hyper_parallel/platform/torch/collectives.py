@@ -133,7 +133,7 @@ class TorchCollectives:
         """(*shape) -> (n, *shape)."""
         group = pool.group(ranks)
         out = torch.empty((len(ranks), *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=group)
         return out
 
     def all_to_all(
