@@ -2,15 +2,17 @@
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
 STEPS ?=
-BASE_PYTHON := $(shell command -v python3.11 || command -v python3)
+# A pyenv shim may exist without its version behind it, so each candidate is asked.
+CANDIDATES := python3.11 python3 $(wildcard $(HOME)/.pyenv/versions/3.11*/bin/python)
+IS_RECENT := import sys; sys.exit(sys.version_info < (3, 11))
 
 .PHONY: demo test lint format golden bench sizes clean
 
 demo: $(STAMP)
-	$(PYTHON) examples/demo.py $(if $(STEPS),--steps $(STEPS))
+	@$(PYTHON) examples/demo.py $(if $(STEPS),--steps $(STEPS))
 
 test: $(STAMP)
-	$(PYTHON) -m pytest
+	@$(PYTHON) -m pytest tests
 
 lint: $(STAMP)
 	$(PYTHON) -m ruff check .
@@ -23,18 +25,21 @@ format: $(STAMP)
 	$(PYTHON) -m ruff format .
 
 golden: $(STAMP)
-	$(PYTHON) -m pytest tests/golden --rewrite-golden
+	@$(PYTHON) -m pytest tests/golden --rewrite-golden
 
 bench: $(STAMP)
-	$(PYTHON) -m benchmarks
+	@$(PYTHON) -m benchmarks
 
 sizes:
 	@find hyper_parallel -name '*.py' | xargs wc -l | sort -n
 
 clean:
-	rm -rf .venv build dist runs
+	rm -rf .venv build dist runs .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 
 $(STAMP): pyproject.toml constraints.txt
-	@test -x $(PYTHON) || $(BASE_PYTHON) -m venv .venv
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@test -x $(PYTHON) || for python in $(CANDIDATES); do \
+	    "$$python" -c '$(IS_RECENT)' 2>/dev/null && echo "making .venv with $$python" && "$$python" -m venv .venv && break; \
+	done || { echo "Python 3.11 or later is needed; tried: $(CANDIDATES)" >&2; exit 1; }
+	@echo "installing the pinned packages into .venv (minutes the first time)"
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@

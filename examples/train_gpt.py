@@ -244,7 +244,9 @@ def latest_checkpoint(directory: Path) -> Path:
     """The newest complete checkpoint: DCP writes `.metadata` last."""
     complete = sorted(path.parent for path in directory.glob("step-*/.metadata"))
     if not complete:
-        raise SystemExit(f"--resume: there is no complete checkpoint in {directory}. Train with --checkpoint-every first.")
+        raise SystemExit(
+            f"--resume: there is no complete checkpoint in {directory}. Train with --checkpoint-every first."
+        )
     return complete[-1]
 
 
@@ -256,14 +258,22 @@ def progress(args: argparse.Namespace, start: int) -> Iterator[object]:
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    columns = (
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns) as bar:
         task = bar.add_task("", total=args.steps, completed=start)
 
         def show(step: int, loss: float, tokens_per_second: float) -> None:
             memory = peak_memory(args.device) / 2**20
             bar.update(
-                task, completed=step, description=f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {memory:,.0f} MiB"
+                task,
+                completed=step,
+                description=f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {memory:,.0f} MiB",
             )
 
         yield show

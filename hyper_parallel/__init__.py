@@ -23,7 +23,6 @@ from hyper_parallel.core.placement_types import Replicate as Replicate
 from hyper_parallel.core.placement_types import Shard as Shard
 from hyper_parallel.core.protocols import get_platform as get_platform
 from hyper_parallel.core.protocols import register_platform, set_platform
-from hyper_parallel.core.protocols import set_platform as set_platform
 from hyper_parallel.core.shard.api import local_map as local_map
 from hyper_parallel.core.shard.api import register_sharding_rule as register_sharding_rule
 from hyper_parallel.core.shard.api import shard_module as shard_module

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from hyper_parallel.testing.distributed import pool
+from hyper_parallel.testing.worker_pool import pool
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=100)
 settings.register_profile("fuzz", deadline=None, max_examples=2000)

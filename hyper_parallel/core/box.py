@@ -86,9 +86,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 def relative_to(box: Box, origin: Box) -> Box:
     """`box` in coordinates that count from the start of `origin`."""
-    return tuple(
-        (start - base, stop - base) for (start, stop), (base, _) in zip(box, origin, strict=True)
-    )
+    return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(box, origin, strict=True))
 
 
 def contains(outer: Box, inner: Box) -> bool:

@@ -45,16 +45,10 @@ class DeviceMesh:
     ranks: tuple[int, ...]
     root: DeviceMesh
 
-    def __init__(
-        self, device_type: str, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, device_type: str, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> None:
         nested = mesh.tolist() if hasattr(mesh, "tolist") else mesh
         shape, ranks = _flatten_nested(nested)
-        names = (
-            tuple(mesh_dim_names)
-            if mesh_dim_names is not None
-            else tuple(f"axis_{i}" for i in range(len(shape)))
-        )
+        names = tuple(mesh_dim_names) if mesh_dim_names is not None else tuple(f"axis_{i}" for i in range(len(shape)))
         self._set(device_type, shape, names, ranks, None)
 
     def _set(
@@ -262,9 +256,7 @@ class DeviceMesh:
         """
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         shape = tuple(self.size(name) for name in names)
-        return DeviceMesh._make(
-            self.device_type, shape, names, self.group_ranks(names, rank), self.root
-        )
+        return DeviceMesh._make(self.device_type, shape, names, self.group_ranks(names, rank), self.root)
 
     def flatten(self, name: str, axes: Sequence[str] | None = None) -> DeviceMesh:
         """The same ranks with neighbouring `axes` (default: all) merged into one called `name`.
@@ -353,13 +345,9 @@ def _check(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...
             "Give one name per axis."
         )
     if len(set(names)) != len(names) or not all(isinstance(n, str) and n for n in names):
-        raise MeshError(
-            f"DeviceMesh of shape {shape}: the axis names {names} are not distinct words. Rename one."
-        )
+        raise MeshError(f"DeviceMesh of shape {shape}: the axis names {names} are not distinct words. Rename one.")
     if any(size < 1 for size in shape) or math.prod(shape) != len(ranks):
-        raise MeshError(
-            f"DeviceMesh of shape {shape}: {len(ranks)} ranks do not fill it. Give sizes of at least 1."
-        )
+        raise MeshError(f"DeviceMesh of shape {shape}: {len(ranks)} ranks do not fill it. Give sizes of at least 1.")
     if len(set(ranks)) != len(ranks):
         raise MeshError(f"DeviceMesh of shape {shape}: a rank appears twice in {ranks}. Use each once.")
 

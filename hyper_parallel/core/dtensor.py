@@ -68,9 +68,7 @@ class DTensor:
         Communication: one all-gather of the local shapes if `run_check`, else none. Memory: none, the piece is shared.
         """
         dtensor_type = platform_of(local_tensor).dtensor_type()
-        return dtensor_type._from_local(
-            local_tensor, device_mesh, placements, run_check, shape, layout
-        )
+        return dtensor_type._from_local(local_tensor, device_mesh, placements, run_check, shape, layout)
 
 
 def distribute_tensor(
@@ -98,9 +96,7 @@ def distribute_tensor(
     Communication: one broadcast of the full tensor over the mesh, none with `src_data_rank=None`.
     Memory: this rank's piece; the full tensor is not kept.
     """
-    return platform_of(tensor).dtensor_type()._distribute(
-        tensor, device_mesh, placements, src_data_rank
-    )
+    return platform_of(tensor).dtensor_type()._distribute(tensor, device_mesh, placements, src_data_rank)
 
 
 def global_shape_of(

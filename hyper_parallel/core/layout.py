@@ -205,8 +205,7 @@ class Layout:
     def box(self, shape: Sequence[int], rank: int) -> Box:
         """Global indices that `rank` holds of a tensor of global `shape`."""
         return tuple(
-            owned_range(size, self.cuts(dim, rank)) if self.dims[dim] else (0, size)
-            for dim, size in enumerate(shape)
+            owned_range(size, self.cuts(dim, rank)) if self.dims[dim] else (0, size) for dim, size in enumerate(shape)
         )
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
@@ -298,8 +297,7 @@ class Layout:
                 case Shard(dim) | RaggedShard(dim):
                     if not -ndim <= dim < ndim:
                         raise LayoutError(
-                            f"{placement} over axis {axis!r}: the tensor has {ndim} dims. "
-                            "Shard a dim that it has."
+                            f"{placement} over axis {axis!r}: the tensor has {ndim} dims. Shard a dim that it has."
                         )
                     dims[dim].append(axis)
                     if isinstance(placement, RaggedShard):
@@ -374,9 +372,7 @@ def _items(pairs: Any) -> tuple[tuple[str, Any], ...]:
 def _sorted_by_axis(mesh: DeviceMesh, items: tuple[tuple[str, Any], ...], convert: Any) -> Any:
     if not items:
         return ()
-    return tuple(
-        sorted(((axis, convert(v)) for axis, v in items), key=lambda item: mesh.axis_index(item[0]))
-    )
+    return tuple(sorted(((axis, convert(v)) for axis, v in items), key=lambda item: mesh.axis_index(item[0])))
 
 
 def _check(
@@ -398,8 +394,7 @@ def _check(
     if len(ops) > 1 and not all(op.is_linear for op in ops):
         kinds = ", ".join(f"{op.value}({axis})" for axis, op in pending)
         raise PartialError(
-            f"layout {dims} on mesh {mesh}: the pending reductions {kinds} do not commute. "
-            "Finish one of them first."
+            f"layout {dims} on mesh {mesh}: the pending reductions {kinds} do not commute. Finish one of them first."
         )
     split_axes = {axis for axes in dims for axis in axes}
     for axis, sizes in ragged:

@@ -33,9 +33,7 @@ class ReduceOp(enum.Enum):
             return cls(op)
         except ValueError:
             names = ", ".join(member.value for member in cls)
-            raise PartialError(
-                f"Partial({op!r}): no such reduction. Use one of {names}."
-            ) from None
+            raise PartialError(f"Partial({op!r}): no such reduction. Use one of {names}.") from None
 
     @property
     def is_linear(self) -> bool:

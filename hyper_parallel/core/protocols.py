@@ -212,6 +212,4 @@ def platform_of(obj: object) -> Platform:
         name = base.__module__.partition(".")[0]
         if name in _registry.modules:
             return load_platform(name)
-    raise PlatformError(
-        f"{type(obj).__name__}: belongs to no registered framework. Pass a tensor or module of one."
-    )
+    raise PlatformError(f"{type(obj).__name__}: belongs to no registered framework. Pass a tensor or module of one.")

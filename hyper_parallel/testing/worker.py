@@ -1,46 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker process of the pool: takes a test body, joins its process group, runs it, reports."""
+"""One worker process of the pool: takes a test body, joins a process group, runs it, reports."""
 
 from __future__ import annotations
 
 import faulthandler
 import importlib.util
 import os
+import pickle
 import random
 import signal
 import sys
+import threading
 import traceback
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+
+BODY_ATTRIBUTE = "distributed_body"
+"""Where `@distributed` keeps the undecorated function; decorators further out copy it along."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Job:
-    """One rank's part of a test."""
+    """One rank's part of a test.
 
+    Arguments travel pickled: their classes may live in the test module, which the worker loads first.
+    """
+
+    module: str
     file: str
     name: str
-    kwargs: dict[str, Any]
+    arguments: dict[str, bytes]
     rank: int
     world_size: int
     store: str
     backend: str
-    seconds: float
+    group_timeout: timedelta
     path: tuple[str, ...]
 
 
-def main(connection: Connection, log: str) -> None:
-    """Serve jobs until the pipe closes. Output and stack dumps go to the file `log`."""
-    stream = open(log, "w", buffering=1)  # noqa: SIM115 - it stays open for the life of the process
-    os.dup2(stream.fileno(), 1)
-    os.dup2(stream.fileno(), 2)
-    faulthandler.enable(stream)
-    faulthandler.register(signal.SIGUSR1, stream, all_threads=True)
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a job: the text of a failure, and whether the process may serve another test."""
+
+    failure: str | None
+    is_reusable: bool
+
+
+def main(connection: Connection, log: str, stacks: str) -> None:
+    """Serve jobs until the pipe closes. Output goes to the file `log`; SIGUSR1 writes stacks and ends the process."""
+    _redirect(Path(log), Path(stacks))
+    # Ctrl-C reaches the whole process group; the parent decides what happens to its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ranks share the machine's few cores; each computes on one thread.
+    os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
     torch.set_num_threads(1)
@@ -50,51 +68,108 @@ def main(connection: Connection, log: str) -> None:
             job = connection.recv()
         except EOFError:
             return
-        try:
-            _run(job)
-            connection.send(None)
-        except BaseException:
-            connection.send(traceback.format_exc())
+        outcome = run(job)
+        sys.stdout.flush()
+        connection.send(outcome)
 
 
-def _run(job: Job) -> None:
-    sys.path[:] = list(job.path)
-    body = _body(job)
-    launch = {
-        "RANK": job.rank,
-        "LOCAL_RANK": job.rank,
-        "WORLD_SIZE": job.world_size,
-        "LOCAL_WORLD_SIZE": job.world_size,
-    }
-    os.environ.update({name: str(value) for name, value in launch.items()})
-    import torch.distributed as dist
+def _redirect(log: Path, stacks: Path) -> None:
+    # Both streams stay open for the life of the process.
+    stream = log.open("w", buffering=1)
+    os.dup2(stream.fileno(), 1)
+    os.dup2(stream.fileno(), 2)
+    sys.stdout = sys.stderr = stream
+    faulthandler.enable(stream)
+    # `chain` goes on to the default action, which ends the process: once it is gone, its stacks are complete.
+    faulthandler.register(signal.SIGUSR1, stacks.open("w"), all_threads=True, chain=True)
 
+
+def run(job: Job) -> Outcome:
+    """Run a job's body in a process group, environment and warning filter of its own."""
+    threads = _lasting_threads()
+    failures = []
+    try:
+        with _launcher_environment(job), _strict_warnings():
+            _call_body(job)
+    except BaseException as error:
+        frames = error.__traceback__.tb_next if error.__traceback__ else None
+        failures.append("".join(traceback.format_exception(type(error), error, frames)))
+    leftovers = _leftovers(threads)
+    failures.extend(leftovers)
+    return Outcome("\n".join(failures) or None, is_reusable=not leftovers)
+
+
+def _call_body(job: Job) -> None:
+    sys.path[:] = job.path
+    body = _find_body(job)
+    arguments = {name: pickle.loads(value) for name, value in job.arguments.items()}
+    with _process_group(job):
+        _seed()
+        body(**arguments)
+
+
+def _find_body(job: Job) -> Callable[..., object]:
+    found = getattr(_load(job.module, job.file), job.name)
+    body: Callable[..., object] = getattr(found, BODY_ATTRIBUTE, found)
+    return body
+
+
+def _load(name: str, file: str) -> ModuleType:
+    """The test module under the name it has in the parent, so that pickled classes are the same."""
+    module = sys.modules.get(name)
+    if module is not None and module.__file__ == file:
+        return module
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@contextmanager
+def _launcher_environment(job: Job) -> Iterator[None]:
+    before = dict(os.environ)
+    rank, world_size = str(job.rank), str(job.world_size)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _strict_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # torch's own notices, none of them about our code.
-        warnings.filterwarnings("ignore", module=r"torch\..*")
-        warnings.filterwarnings("ignore", message=r".*is deprecated.*", category=FutureWarning)
-        dist.init_process_group(
-            job.backend,
-            init_method=f"file://{job.store}",
-            rank=job.rank,
-            world_size=job.world_size,
-            timeout=timedelta(seconds=max(job.seconds - 5, 5)),
-        )
-        try:
-            _seed()
-            body(**job.kwargs)
-        finally:
-            _leave()
+        # torch 2.13 renames these two; the new names do not exist in 2.6, which we support.
+        renamed = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
+        warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
+        yield
 
 
-def _leave() -> None:
+@contextmanager
+def _process_group(job: Job) -> Iterator[None]:
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
+    dist.init_process_group(
+        job.backend,
+        init_method=f"file://{job.store}",
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=job.group_timeout,
+    )
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _seed() -> None:
@@ -106,22 +181,16 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def _body(job: Job) -> Any:
-    """The undecorated test function, from its module loaded by path."""
-    module = _modules.get(job.file)
-    if module is None:
-        name = f"_distributed_test_{len(_modules)}_{Path(job.file).stem}"
-        spec = importlib.util.spec_from_file_location(name, job.file)
-        if spec is None or spec.loader is None:
-            raise ImportError(job.file)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-        _modules[job.file] = module
-    found: Any = module
-    for part in job.name.split("."):
-        found = getattr(found, part)
-    return getattr(found, "__wrapped__", found)
+def _lasting_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if not thread.daemon}
 
 
-_modules: dict[str, Any] = {}
+def _leftovers(threads: set[threading.Thread]) -> list[str]:
+    """What the body left in the process; destroying the default group has ended the other groups too."""
+    import torch.distributed as dist
+
+    names = sorted(thread.name for thread in _lasting_threads() - threads)
+    found = [f"The test left threads running: {', '.join(names)}. Join them in the body."] if names else []
+    if dist.is_initialized():
+        found.append("The test left a process group behind. Do not replace or block its destruction.")
+    return found

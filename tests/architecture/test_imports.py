@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import pkgutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ def lint(config: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 def frameworks_after(code: str) -> list[str]:
     probe = f"import sys\n{code}\nprint([m for m in {FRAMEWORKS!r} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True)
-    return eval(out.stdout)
+    return list(ast.literal_eval(out.stdout))
 
 
 def test_imports_point_one_way() -> None:
@@ -53,6 +54,10 @@ def test_core_and_root_import_no_framework() -> None:
     assert len(names) > 15
     imports = "\n".join(f"import {name}" for name in ("hyper_parallel", *names))
     assert frameworks_after(imports) == []
+
+
+def test_the_harness_imports_no_framework() -> None:
+    assert frameworks_after("import hyper_parallel.testing") == []
 
 
 def test_the_purity_check_can_fail() -> None:

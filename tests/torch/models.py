@@ -43,7 +43,9 @@ class Block(nn.Module):
 class TinyGpt(nn.Module):
     """Two blocks, head tied to the embedding; sizes that 2, 3 and 4 ranks do not divide."""
 
-    def __init__(self, vocab: int = 37, width: int = 24, num_heads: int = 4, num_blocks: int = 2, max_len: int = 10) -> None:
+    def __init__(
+        self, vocab: int = 37, width: int = 24, num_heads: int = 4, num_blocks: int = 2, max_len: int = 10
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(max_len, width)

@@ -49,14 +49,18 @@ def fully_shard(
     Memory: the shard of each parameter; the full ones are freed.
     """
     first = module[0] if isinstance(module, (list, tuple)) else module
-    return platform_of(first).modules().fully_shard(
-        module,
-        mesh=mesh,
-        reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=shard_placement_fn,
-        mp_policy=mp_policy or MixedPrecisionPolicy(),
-        offload_policy=offload_policy or OffloadPolicy(),
-        ignored_params=ignored_params or set(),
+    return (
+        platform_of(first)
+        .modules()
+        .fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=shard_placement_fn,
+            mp_policy=mp_policy or MixedPrecisionPolicy(),
+            offload_policy=offload_policy or OffloadPolicy(),
+            ignored_params=ignored_params or set(),
+        )
     )
 
 
@@ -66,9 +70,7 @@ class HSDPModule:
     def _hsdp(self) -> Any:
         state = self.__dict__.get("_hsdp_group")
         if state is None:
-            raise ParamStateError(
-                f"{type(self).__name__}: the module is not wrapped. Call fully_shard(module) first."
-            )
+            raise ParamStateError(f"{type(self).__name__}: the module is not wrapped. Call fully_shard(module) first.")
         return state
 
     def unshard(self, async_op: bool = False) -> Any:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharding rules in factors, written as einsum and Shardy write them: `"... m k+, ... k+ n -> ... m n"`.
 
-    x     passes through: may be sharded
-    x+    contracted: left sharded, the output is pending (`x+max`, `x+min`, ... for other reductions)
-    x^    must be whole on every rank
-    x~    addressed by index: may be sharded, the output is a pending sum (a masked kernel does the rest)
-    1     size 1 here: whole
-    ...   any leading dims, aligned right
+x     passes through: may be sharded
+x+    contracted: left sharded, the output is pending (`x+max`, `x+min`, ... for other reductions)
+x^    must be whole on every rank
+x~    addressed by index: may be sharded, the output is a pending sum (a masked kernel does the rest)
+1     size 1 here: whole
+...   any leading dims, aligned right
 """
 
 from __future__ import annotations
@@ -88,12 +88,13 @@ class RuleTemplate:
         Raises:
             InternalError: the operands have other numbers of dims than the rule says.
         """
-        operands = [
-            _expand(dims, len(shape), self.text)
-            for dims, shape in zip(self.operands, shapes, strict=False)
+        operands = [_expand(dims, len(shape), self.text) for dims, shape in zip(self.operands, shapes, strict=False)]
+        longest = max(
+            (len(d) - len(t) + 1 for d, t in zip(operands, self.operands, strict=False) if ELLIPSIS in t), default=0
+        )
+        outputs = [
+            _expand(dims, len(dims) - 1 + longest, self.text) if ELLIPSIS in dims else dims for dims in self.outputs
         ]
-        longest = max((len(d) - len(t) + 1 for d, t in zip(operands, self.operands, strict=False) if ELLIPSIS in t), default=0)
-        outputs = [_expand(dims, len(dims) - 1 + longest, self.text) if ELLIPSIS in dims else dims for dims in self.outputs]
         terms = self.terms
         if terms is not None:
             terms = tuple(t for t in (tuple(i for i in term if i < len(shapes)) for term in terms) if t)
@@ -108,10 +109,7 @@ def with_broadcast(rule: FactorRule, shapes: Sequence[Sequence[int]]) -> FactorR
         for name, size in zip(dims, shape, strict=True):
             largest[name] = size if largest.get(name, 1) == 1 else largest[name]
     operands = tuple(
-        tuple(
-            ONE if size == 1 and largest[name] != 1 else name
-            for name, size in zip(dims, shape, strict=True)
-        )
+        tuple(ONE if size == 1 and largest[name] != 1 else name for name, size in zip(dims, shape, strict=True))
         for dims, shape in zip(rule.operands, shapes, strict=True)
     )
     return FactorRule(operands, rule.outputs, rule.factors, rule.terms, rule.pending)
@@ -170,7 +168,9 @@ def _factor_of(mark: str) -> Factor:
 def _expand(dims: Dims, ndim: int, text: str) -> Dims:
     if ELLIPSIS not in dims:
         if len(dims) != ndim:
-            raise InternalError(f"rule {text!r}: {len(dims)} dims written for an operand of {ndim}. Please report this.")
+            raise InternalError(
+                f"rule {text!r}: {len(dims)} dims written for an operand of {ndim}. Please report this."
+            )
         return dims
     at = dims.index(ELLIPSIS)
     num = ndim - (len(dims) - 1)

@@ -68,9 +68,7 @@ def resolve(
     for axis in mesh.axis_names:
         choices[axis] = _choose(rule, axis, mesh.size(axis), layouts, weights, choices)
     splits = _factor_splits(rule, choices, layouts, weights)
-    targets = tuple(
-        _layout(mesh, dims, splits, _operand_pending(i, choices)) for i, dims in enumerate(rule.operands)
-    )
+    targets = tuple(_layout(mesh, dims, splits, _operand_pending(i, choices)) for i, dims in enumerate(rule.operands))
     cotangents = tuple(
         target.cotangent.with_partial(*_split_work(rule, i, choices)) for i, target in enumerate(targets)
     )
@@ -139,9 +137,7 @@ def _shard_factor(rule: FactorRule, name: str) -> _Choice | None:
             return _Choice(factor=name, op=factor.op, pending=frozenset(term[0] for term in others))
 
 
-def _keep_pending(
-    rule: FactorRule, axis: str, op: ReduceOp, layouts: Sequence[Layout]
-) -> list[_Choice]:
+def _keep_pending(rule: FactorRule, axis: str, op: ReduceOp, layouts: Sequence[Layout]) -> list[_Choice]:
     if rule.terms is None:
         return [_Choice(op=op, pending=frozenset(range(len(rule.operands))))]
     # Of every product exactly one operand stays pending: two of them would multiply sums by parts.
@@ -199,11 +195,7 @@ def _factor_splits(
 
 
 def _operand_pending(operand: int, choices: dict[str, _Choice]) -> dict[str, ReduceOp]:
-    return {
-        axis: choice.op
-        for axis, choice in choices.items()
-        if operand in choice.pending and choice.op is not None
-    }
+    return {axis: choice.op for axis, choice in choices.items() if operand in choice.pending and choice.op is not None}
 
 
 def _split_work(rule: FactorRule, operand: int, choices: dict[str, _Choice]) -> list[str]:

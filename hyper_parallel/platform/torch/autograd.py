@@ -25,9 +25,7 @@ def transfer(local: torch.Tensor, src: Layout, dst: Layout, shape: tuple[int, ..
     if src is dst:
         return local
     with torch.no_grad():
-        return redistribute_local(
-            local.detach(), src, dst, tuple(shape), local.element_size(), _platform()
-        )
+        return redistribute_local(local.detach(), src, dst, tuple(shape), local.element_size(), _platform())
 
 
 def move(

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,

@@ -16,6 +16,10 @@ import torch.distributed as dist
 
 from hyper_parallel.platform.torch.process_groups import pool
 
+# torch 2.13 renamed them and warns under the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _HALF = (torch.float16, torch.bfloat16)
 _DIST_OP = {
     "sum": dist.ReduceOp.SUM,
@@ -121,7 +125,7 @@ class TorchCollectives:
         if native and dist.get_backend(group) != "gloo":
             out = parts.new_empty(parts.shape[1:])
             kind = _DIST_OP["sum" if op == "avg" else op]
-            dist.reduce_scatter_tensor(out, parts.contiguous(), kind, group=group)
+            reduce_scatter_single(out, parts.contiguous(), kind, group=group)
             return out / len(ranks) if op == "avg" else out
         # gloo has no reduce-scatter (torch emulates it by an all-reduce), and 16-bit sums are ours.
         wire = parts.to(torch.uint8) if parts.dtype == torch.bool else parts.contiguous()
@@ -133,7 +137,7 @@ class TorchCollectives:
         """(*shape) -> (n, *shape)."""
         group = pool.group(ranks)
         out = torch.empty((len(ranks), *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=group)
+        all_gather_single(out.view(-1), x.contiguous().view(-1), group=group)
         return out
 
     def all_to_all(

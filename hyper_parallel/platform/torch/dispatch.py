@@ -35,9 +35,7 @@ resolved_cache = BoundedCache(4096)
 _NO_KWARGS: dict[str, Any] = {}
 
 
-def dispatch(
-    cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-) -> Any:
+def dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """`TorchDTensor.__torch_function__`."""
     handler = HANDLERS.get(func)
     if handler is not None:
@@ -233,9 +231,7 @@ class ShardedOp:
         one_mesh(func, operands)
         rule = self.rule(*args, **kwargs)
         layouts = [x.layout for x in operands]
-        found = resolve(
-            rule.factors, layouts, [x.shape for x in operands], fixed=0 if self.in_place else None
-        )
+        found = resolve(rule.factors, layouts, [x.shape for x in operands], fixed=0 if self.in_place else None)
         if self.in_place and (found.targets[0] is not layouts[0] or found.outputs[0] is not layouts[0]):
             raise LayoutError(
                 f"{name_of(func)}({', '.join(map(describe, operands))}): the tensor to change would need layout "
@@ -290,24 +286,18 @@ def wrap_all(out: Any, specs: Sequence[Spec]) -> Any:
     if isinstance(out, torch.Tensor):
         return wrap(out, specs[0])
     wrapped = [
-        wrap(item, spec) if isinstance(item, torch.Tensor) else item
-        for item, spec in zip(out, specs, strict=True)
+        wrap(item, spec) if isinstance(item, torch.Tensor) else item for item, spec in zip(out, specs, strict=True)
     ]
     return type(out)(wrapped) if isinstance(out, (list, tuple)) else wrapped
 
 
-def output_shapes(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[torch.Size, ...], bool]:
+def output_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[torch.Size, ...], bool]:
     """Global shapes of an op's outputs, from running it on tensors without data; and whether it returns just a tensor.
 
     Wrong arguments raise torch's own error here, in global sizes, on every rank, before any data moves.
     """
     with torch.no_grad():
-        feed = (
-            torch.empty(x.shape, dtype=x.dtype, device="meta")
-            for x in tensors_in((*args, *kwargs.values()))
-        )
+        feed = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tensors_in((*args, *kwargs.values())))
         meta_args = tuple(substitute(arg, feed) for arg in args)
         meta_kwargs = {name: substitute(arg, feed) for name, arg in kwargs.items()}
         out = func(*meta_args, **meta_kwargs)

@@ -90,9 +90,7 @@ class TorchDTensor(DTensor, torch.Tensor):
     _is_native = False
 
     @staticmethod
-    def __new__(
-        cls: type, local: torch.Tensor, layout: Layout, shape: Sequence[int]
-    ) -> TorchDTensor:
+    def __new__(cls: type, local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> TorchDTensor:
         layout.check_shape(shape, "DTensor")
         spec = spec_of(layout, shape)
         if spec.local_shape is not None and tuple(local.shape) != spec.local_shape:
@@ -112,9 +110,7 @@ class TorchDTensor(DTensor, torch.Tensor):
         return cls.__torch_function__(func, types, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise OperandError(
             f"{func}: a DTensor got past the function level into the dispatcher. Run the code around it with "
             "local_map, or pass it x.to_local()."
@@ -311,9 +307,7 @@ class TorchDTensor(DTensor, torch.Tensor):
         found = memo.get(cotangent)
         if found is not None and found[0] == local._version:
             return found[1]
-        node = move(
-            source, src, self._spec.layout, self._spec.shape, cotangent, data=local.detach()
-        )
+        node = move(source, src, self._spec.layout, self._spec.shape, cotangent, data=local.detach())
         memo[cotangent] = (local._version, node)
         return node
 
@@ -354,9 +348,7 @@ class TorchDTensor(DTensor, torch.Tensor):
             raise OperandError(
                 "x.grad = ...: x is a DTensor, the gradient a plain tensor. Assign a DTensor with the layout of x."
             )
-        self._local.grad = (
-            None if value is None else value.redistribute(layout=self._grad_spec().layout)._local
-        )
+        self._local.grad = None if value is None else value.redistribute(layout=self._grad_spec().layout)._local
 
     @grad.deleter
     def grad(self) -> None:
@@ -425,9 +417,7 @@ class TorchDTensor(DTensor, torch.Tensor):
         if inputs is not None:
             inputs = [inputs] if isinstance(inputs, torch.Tensor) else inputs
             inputs = [i._local if isinstance(i, TorchDTensor) else i for i in inputs]
-        self.local().backward(
-            self.seed_gradient(gradient), retain_graph, create_graph, inputs=inputs
-        )
+        self.local().backward(self.seed_gradient(gradient), retain_graph, create_graph, inputs=inputs)
 
     def seed_gradient(self, gradient: torch.Tensor | None) -> torch.Tensor:
         """The local gradient to start a backward pass from, for a global `gradient` (default: ones)."""
@@ -619,9 +609,7 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def _even_shape(layout: Layout, local_shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(
-        size * layout.mesh.num_ranks(axes) for size, axes in zip(local_shape, layout.dims, strict=True)
-    )
+    return tuple(size * layout.mesh.num_ranks(axes) for size, axes in zip(local_shape, layout.dims, strict=True))
 
 
 def _piece(full: torch.Tensor, spec: Spec) -> torch.Tensor:

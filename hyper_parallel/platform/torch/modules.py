@@ -14,7 +14,7 @@ from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.layout import Layout, as_layout
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan, layout_for
 from hyper_parallel.platform.torch import implicit
-from hyper_parallel.platform.torch.dispatch import Rule, ShardedOp, HANDLERS, tensors_in
+from hyper_parallel.platform.torch.dispatch import HANDLERS, Rule, ShardedOp, tensors_in
 from hyper_parallel.platform.torch.dtensor import TorchDTensor, spec_of, wrap
 
 
@@ -45,9 +45,7 @@ def shard_module(
     return module
 
 
-def _parameter_layouts(
-    modules: dict[str, nn.Module], mesh: DeviceMesh, plan: ShardingPlan
-) -> dict[int, Layout]:
+def _parameter_layouts(modules: dict[str, nn.Module], mesh: DeviceMesh, plan: ShardingPlan) -> dict[int, Layout]:
     """Tensor identity -> layout; a tied parameter takes what the plan says under any of its names."""
     out: dict[int, Layout] = {}
     named: dict[int, str] = {}
@@ -118,16 +116,16 @@ def _hook_root(module: nn.Module, mesh: DeviceMesh) -> None:
     module.register_forward_hook(after, always_call=True)
 
 
-def local_map(
-    func: Callable[..., Any], out_layouts: Any, in_layouts: Any, out_shapes: Any
-) -> Callable[..., Any]:
+def local_map(func: Callable[..., Any], out_layouts: Any, in_layouts: Any, out_shapes: Any) -> Callable[..., Any]:
     """See `hyper_parallel.local_map`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in args if isinstance(x, TorchDTensor)]
         wanted = iter(_listed(in_layouts, len(tensors)))
         moved = [_moved(x, next(wanted)) if isinstance(x, TorchDTensor) else x for x in args]
-        split = {a for x in moved if isinstance(x, TorchDTensor) for a in (*x.layout.sharded_axes, *x.layout.partial_axes)}
+        split = {
+            a for x in moved if isinstance(x, TorchDTensor) for a in (*x.layout.sharded_axes, *x.layout.partial_axes)
+        }
         local = [_local_under(x, split) if isinstance(x, TorchDTensor) else x for x in moved]
         out = func(*local, **kwargs)
         single = not isinstance(out, (list, tuple))

@@ -44,7 +44,5 @@ def attention(
     if mask is not None:
         names = (*lead, *heads, "q", "k")[-len(mask) :]
         full = dict(zip((*lead, *heads), query, strict=False)) | {"q": query[-2], "k": key[-2]}
-        operands.append(
-            tuple(ONE if n == 1 and full[name] != 1 else name for name, n in zip(names, mask, strict=True))
-        )
+        operands.append(tuple(ONE if n == 1 and full[name] != 1 else name for name, n in zip(names, mask, strict=True)))
     return FactorRule(tuple(operands), ((*lead, *heads, "q", "e"),), factors)

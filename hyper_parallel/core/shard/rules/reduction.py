@@ -28,14 +28,10 @@ def _names(ndim: int) -> tuple[str, ...]:
     return tuple(f"d{i}" for i in range(ndim))
 
 
-def reduction(
-    ndim: int, dims: Sequence[int], keepdim: bool, op: ReduceOp = ReduceOp.SUM
-) -> FactorRule:
+def reduction(ndim: int, dims: Sequence[int], keepdim: bool, op: ReduceOp = ReduceOp.SUM) -> FactorRule:
     """Reduce `dims`; a sharded one leaves the output pending."""
     names = _names(ndim)
-    out = tuple(
-        ONE if i in dims else name for i, name in enumerate(names) if keepdim or i not in dims
-    )
+    out = tuple(ONE if i in dims else name for i, name in enumerate(names) if keepdim or i not in dims)
     contracted = {names[d]: Factor(Kind.CONTRACT, op) for d in dims if ndim}
     if op.is_linear:
         return FactorRule((names,), (out,), contracted, ((0,),), LINEAR)
@@ -45,23 +41,17 @@ def reduction(
 def whole_reduction(ndim: int, dims: Sequence[int], keepdim: bool, num_outputs: int = 1) -> FactorRule:
     """Reduce `dims`, which must be whole (indices, variances, medians)."""
     names = _names(ndim)
-    out = tuple(
-        ONE if i in dims else name for i, name in enumerate(names) if keepdim or i not in dims
-    )
+    out = tuple(ONE if i in dims else name for i, name in enumerate(names) if keepdim or i not in dims)
     return FactorRule((names,), (out,) * num_outputs, {names[d]: WHOLE for d in dims if ndim})
 
 
-def rowwise(
-    ndims: Sequence[int], dims: Sequence[int], num_outputs: int = 1, *, linear: bool = False
-) -> FactorRule:
+def rowwise(ndims: Sequence[int], dims: Sequence[int], num_outputs: int = 1, *, linear: bool = False) -> FactorRule:
     """Operands of one number of dims, of which `dims` must be whole (softmax, sort, cumsum, cat, flip)."""
     names = _names(ndims[0])
     operands = (names,) * len(ndims)
     factors = {names[d]: WHOLE for d in dims}
     terms = tuple((i,) for i in range(len(ndims))) if linear else None
-    return FactorRule(
-        operands, (names,) * num_outputs, factors, terms, LINEAR if linear else frozenset()
-    )
+    return FactorRule(operands, (names,) * num_outputs, factors, terms, LINEAR if linear else frozenset())
 
 
 def trailing(ndim: int, num_normalized: int, num_weights: int) -> FactorRule:

@@ -25,9 +25,7 @@ def full_shape(shape: Shape, numel: int) -> tuple[int, ...]:
         missing = numel // known if known else 0
         out = tuple(missing if size == -1 else size for size in out)
     if math.prod(out) != numel:
-        raise ShapeError(
-            f"view to {tuple(shape)}: the tensor has {numel} elements. Give sizes that multiply to it."
-        )
+        raise ShapeError(f"view to {tuple(shape)}: the tensor has {numel} elements. Give sizes that multiply to it.")
     return out
 
 

@@ -123,9 +123,7 @@ def _own_modules(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Modu
     return out
 
 
-def _flat_param(
-    name: str, module: nn.Module, key: str, tensor: nn.Parameter, mesh: DeviceMesh
-) -> FlatParam:
+def _flat_param(name: str, module: nn.Module, key: str, tensor: nn.Parameter, mesh: DeviceMesh) -> FlatParam:
     if tensor.dim() == 0:
         raise ValueError(
             f'fully_shard: parameter "{name}" has no dims and cannot be cut. Give it shape (1,), or add it to '

@@ -148,34 +148,43 @@ class UnitReduction:
 
 
 def accumulate(unit: FlatUnit, flat: torch.Tensor) -> None:
-    """Add a reduced gradient shard to the parameters' `.grad`, by one flat addition where they are untouched views of one."""
-    leaves = [param.local for param in unit.params]
-    wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
-    held = _held_flat(unit, wanted)
+    """Add a reduced gradient shard to the parameters' `.grad`, by one flat addition where they still are views of one."""
+    leaves = [param.local for param in unit.params if param.local.requires_grad]
     with torch.no_grad():
+        held = _held_flat(unit, leaves)
         if held is not None:
             held.add_(flat)
         else:
-            views = unit.grad_views(flat)
-            for i in wanted:
-                if leaves[i].grad is None:
-                    leaves[i].grad = views[i]
-                else:
-                    leaves[i].grad.add_(views[i])  # type: ignore[union-attr]
-            if wanted and all(leaves[i].grad is views[i] for i in wanted):
-                unit.grad_shard = (flat, views)
-    _run_hooks([leaves[i] for i in wanted])
+            _accumulate_each(unit, flat)
+    _run_hooks(leaves)
 
 
-def _held_flat(unit: FlatUnit, wanted: list[int]) -> torch.Tensor | None:
-    """The flat tensor that all present gradients are views of, if they still are."""
-    if unit.grad_shard is None:
+def _accumulate_each(unit: FlatUnit, flat: torch.Tensor) -> None:
+    token = object()
+    for param, view in zip(unit.params, unit.grad_views(flat), strict=True):
+        leaf = param.local
+        if not leaf.requires_grad:
+            continue
+        if leaf.grad is None:
+            view.flat_token = token  # type: ignore[attr-defined]
+            leaf.grad = view
+        else:
+            leaf.grad.add_(view)
+    unit.grad_token = token
+
+
+def _held_flat(unit: FlatUnit, leaves: list[torch.Tensor]) -> torch.Tensor | None:
+    """The flat tensor that all present gradients are views of, if they still are.
+
+    The unit knows it by a mark on the views only, so that `zero_grad` frees it.
+    """
+    token = unit.grad_token
+    if token is None or any(getattr(leaf.grad, "flat_token", None) is not token for leaf in leaves):
         return None
-    flat, views = unit.grad_shard
-    if all(unit.params[i].local.grad is views[i] for i in wanted):
-        return flat
-    unit.grad_shard = None
-    return None
+    first = leaves[0].grad
+    assert first is not None
+    flat = torch.empty(0, dtype=first.dtype, device=first.device)
+    return flat.set_(first.untyped_storage(), 0, (unit.plan.shard_numel,), (1,))  # type: ignore[call-overload, no-any-return]
 
 
 def _run_hooks(leaves: list[torch.Tensor]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hyper_parallel.platform.torch.collectives import all_gather_single, reduce_scatter_single
 from hyper_parallel.platform.torch.process_groups import pool
 
 _GATHER_TAG, _REDUCE_TAG = 11, 12
@@ -47,11 +48,9 @@ def gather_flat(full: torch.Tensor, shard: torch.Tensor, ranks: tuple[int, ...],
         return Transfer([])
     group = pool.group(ranks)
     if not _is_gloo(group):
-        work = dist.all_gather_into_tensor(full, shard, group=group, async_op=True)
+        work = all_gather_single(full, shard, group=group, async_op=True)
         return Transfer([work], full, shard)
-    works = _pairwise(
-        [shard] * len(ranks), list(full.view(len(ranks), -1)), ranks, position, group, _GATHER_TAG
-    )
+    works = _pairwise([shard] * len(ranks), list(full.view(len(ranks), -1)), ranks, position, group, _GATHER_TAG)
     own.copy_(shard)
     return Transfer(works, full, shard)
 
@@ -95,9 +94,7 @@ class Reduction:
             self._own, self._others = received[0], list(received[1:])
         else:
             self._out = buffer.new_empty(rows.shape[1])
-            works = [
-                dist.reduce_scatter_tensor(self._out, buffer, dist.ReduceOp.SUM, group=group, async_op=True)
-            ]
+            works = [reduce_scatter_single(self._out, buffer, dist.ReduceOp.SUM, group=group, async_op=True)]
         self._transfer = Transfer(works, buffer)
 
     def result(self) -> torch.Tensor:

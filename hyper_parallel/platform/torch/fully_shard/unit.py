@@ -86,8 +86,8 @@ class FlatUnit:
         self.shard = torch.zeros(self.plan.shard_numel, dtype=first.dtype, device=first.device)
         self._full: torch.Tensor | None = None
         self._transfer: Transfer | None = None
-        # The flat gradient and the views of it that were given to the parameters, while they are still those.
-        self.grad_shard: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        # Marks the gradients that are views of one flat tensor.
+        self.grad_token: object | None = None
         with torch.no_grad():
             for i, param in enumerate(params):
                 self._take(i, param, layouts[i])
@@ -181,7 +181,9 @@ class FlatUnit:
         layout = param.sharded.layout
         if isinstance(new, TorchDTensor):
             if tuple(new.shape) != param.shape:
-                raise ValueError(f'parameter "{param.name}": replaced by one of shape {tuple(new.shape)}, it has {param.shape}. Assign one of that shape.')
+                raise ValueError(
+                    f'parameter "{param.name}": replaced by one of shape {tuple(new.shape)}, it has {param.shape}. Assign one of that shape.'
+                )
             return new.redistribute(layout=layout)._local  # type: ignore[arg-type]
         return TorchDTensor._distribute(new.detach(), None, layout, None)._local
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rule serves which torch function. Importing this fills the table of dispatch.py."""
 
+from hyper_parallel.platform.torch.dispatch import dispatch
+from hyper_parallel.platform.torch.dtensor import TorchDTensor
 from hyper_parallel.platform.torch.ops import attributes as attributes
 from hyper_parallel.platform.torch.ops import embedding as embedding
 from hyper_parallel.platform.torch.ops import factories as factories
@@ -13,7 +15,5 @@ from hyper_parallel.platform.torch.ops import pointwise as pointwise
 from hyper_parallel.platform.torch.ops import random as random
 from hyper_parallel.platform.torch.ops import reduction as reduction
 from hyper_parallel.platform.torch.ops import view as view
-from hyper_parallel.platform.torch.dispatch import dispatch
-from hyper_parallel.platform.torch.dtensor import TorchDTensor
 
 TorchDTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignment, method-assign]

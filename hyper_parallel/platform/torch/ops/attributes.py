@@ -10,10 +10,7 @@ import torch
 from hyper_parallel.platform.torch.dispatch import HANDLERS, register
 from hyper_parallel.platform.torch.dtensor import TorchDTensor
 
-_OF_LOCAL = (
-    "is_cuda is_cpu is_sparse is_sparse_csr is_quantized is_meta is_nested is_mkldnn is_mps is_xpu is_vulkan "
-    "is_ipu is_maia is_mtia is_xla names output_nr _version itemsize volatile is_hpu"
-).split()
+_OF_LOCAL = ["is_cuda", "is_cpu", "is_sparse", "is_sparse_csr", "is_quantized", "is_meta", "is_nested", "is_mkldnn", "is_mps", "is_xpu", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "is_xla", "names", "output_nr", "_version", "itemsize", "volatile", "is_hpu"]
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
@@ -75,9 +72,7 @@ def _autograd_grad(
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     given = (None,) * len(outputs) if grad_outputs is None else grad_outputs
     given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
-    seeds = [
-        o.seed_gradient(g) if isinstance(o, TorchDTensor) else g for o, g in zip(outputs, given, strict=True)
-    ]
+    seeds = [o.seed_gradient(g) if isinstance(o, TorchDTensor) else g for o, g in zip(outputs, given, strict=True)]
     roots = [o.local() if isinstance(o, TorchDTensor) else o for o in outputs]
     nodes = [_nodes_of(x) for x in inputs]
     flat = [node for group in nodes for node, _ in group]

@@ -14,7 +14,6 @@ from hyper_parallel.platform.torch.dtensor import TorchDTensor, spec_of, wrap
 from hyper_parallel.platform.torch.ops.random import draw
 
 
-
 @handles("zeros_like ones_like empty_like full_like")
 def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchDTensor:
     """A tensor of the same shape and layout; where the other is pending, this one is a copy on all ranks."""

@@ -28,9 +28,7 @@ def stack(tensors: Any, dim: int = 0) -> Rule:
     names = tuple(f"d{i}" for i in range(ndim))
     at = dim % (ndim + 1)
     terms = tuple((i,) for i in range(len(tensors)))
-    return Rule(
-        FactorRule((names,) * len(tensors), ((*names[:at], ONE, *names[at:]),), {}, terms, LINEAR)
-    )
+    return Rule(FactorRule((names,) * len(tensors), ((*names[:at], ONE, *names[at:]),), {}, terms, LINEAR))
 
 
 @sharded("split chunk tensor_split split_with_sizes")

@@ -22,7 +22,6 @@ from hyper_parallel.platform.torch.dispatch import (
 from hyper_parallel.platform.torch.dtensor import TorchDTensor
 
 
-
 def _losses(
     input: Any,
     target: Any,
@@ -32,9 +31,7 @@ def _losses(
 ) -> Rule:
     class_dim = 0 if input.ndim == 1 else 1
     indices = target.ndim == input.ndim - 1
-    rule = cross_entropy_rule(
-        input.ndim, class_dim=class_dim, has_weight=weight is not None, target_is_classes=indices
-    )
+    rule = cross_entropy_rule(input.ndim, class_dim=class_dim, has_weight=weight is not None, target_is_classes=indices)
     shape = tuple(s for i, s in enumerate(input.shape) if i != class_dim)
     return Rule(rule, call=_local_losses, shapes=(shape,))
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from hyper_parallel.core.errors import NoRuleError
 from hyper_parallel.core.placement_types import ReduceOp
-from hyper_parallel.core.shard.factor_rule import Factor, FactorRule, Kind, with_broadcast
 from hyper_parallel.core.shard.factor_rule import LINEAR as LINEAR_OPS
+from hyper_parallel.core.shard.factor_rule import Factor, FactorRule, Kind, with_broadcast
 from hyper_parallel.core.shard.rules import matmul as rules
 from hyper_parallel.platform.torch.dispatch import Rule, sharded
 

@@ -46,5 +46,3 @@ def sdpa(
         layout=query.layout,
     )
     return Rule(rule, call=random_call if dropout_p > 0 else None)
-
-

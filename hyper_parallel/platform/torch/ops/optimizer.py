@@ -84,9 +84,7 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     return _foreach_norm(*args, **kwargs)
 
 
-def _foreach_norm(
-    tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | None = None
-) -> list[torch.Tensor]:
+def _foreach_norm(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     order = float(ord)
     op = ReduceOp.MAX if order == float("inf") else ReduceOp.SUM
     finished = [_finished(x, torch._foreach_norm, False) for x in tensors]
@@ -114,9 +112,7 @@ def _nonempty(x: torch.Tensor) -> torch.Tensor:
 
 
 for _name in dir(torch):
-    if _name.startswith("_foreach_"):
-        HANDLERS[getattr(torch, _name)] = foreach
-    elif _name.startswith("_fused_") and _name.endswith("_"):
+    if _name.startswith("_foreach_") or (_name.startswith("_fused_") and _name.endswith("_")):
         HANDLERS[getattr(torch, _name)] = foreach
 HANDLERS[torch._foreach_norm] = foreach_norm
 

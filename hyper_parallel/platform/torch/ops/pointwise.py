@@ -12,25 +12,14 @@ from hyper_parallel.core.shard.rules.pointwise import pointwise as pointwise_rul
 from hyper_parallel.platform.torch.dispatch import (
     HANDLERS,
     Rule,
+    ShardedOp,
     TorchDTensor,
     register,
     sharded,
     tensors_in,
 )
-from hyper_parallel.platform.torch.dispatch import ShardedOp
 
-NONLINEAR = (
-    "abs absolute acos acosh asin asinh atan atanh ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 fix "
-    "floor frac lgamma log log10 log1p log2 logit positive rad2deg reciprocal round rsqrt sgn sigmoid sign sin "
-    "sinc sinh sqrt square tan tanh trunc relu relu6 gelu silu mish elu selu celu leaky_relu softplus softsign "
-    "hardtanh hardswish hardsigmoid logsigmoid tanhshrink threshold nan_to_num clamp clip clamp_min clamp_max "
-    "pow float_power atan2 fmod remainder floor_divide maximum minimum fmax fmin hypot copysign logaddexp where "
-    "masked_fill eq ne lt le gt ge greater less not_equal isnan isinf isfinite isclose signbit logical_and "
-    "logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift "
-    "bitwise_right_shift lerp addcmul addcdiv heaviside xlogy __pow__ __rpow__ __rdiv__ __floordiv__ "
-    "__rfloordiv__ __mod__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __rand__ "
-    "__ror__ __rxor__ __lshift__ __rshift__ binary_cross_entropy_with_logits"
-).split()
+NONLINEAR = ["abs", "absolute", "acos", "acosh", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "deg2rad", "digamma", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "fix", "floor", "frac", "lgamma", "log", "log10", "log1p", "log2", "logit", "positive", "rad2deg", "reciprocal", "round", "rsqrt", "sgn", "sigmoid", "sign", "sin", "sinc", "sinh", "sqrt", "square", "tan", "tanh", "trunc", "relu", "relu6", "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu", "softplus", "softsign", "hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "tanhshrink", "threshold", "nan_to_num", "clamp", "clip", "clamp_min", "clamp_max", "pow", "float_power", "atan2", "fmod", "remainder", "floor_divide", "maximum", "minimum", "fmax", "fmin", "hypot", "copysign", "logaddexp", "where", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "greater", "less", "not_equal", "isnan", "isinf", "isfinite", "isclose", "signbit", "logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift", "lerp", "addcmul", "addcdiv", "heaviside", "xlogy", "__pow__", "__rpow__", "__rdiv__", "__floordiv__", "__rfloordiv__", "__mod__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__", "__xor__", "__invert__", "__rand__", "__ror__", "__rxor__", "__lshift__", "__rshift__", "binary_cross_entropy_with_logits"]
 NONLINEAR.remove("binary_cross_entropy_with_logits")
 
 
@@ -40,7 +29,9 @@ def elementwise(*args: Any, **kwargs: Any) -> Rule:
 
 
 register(" ".join(NONLINEAR), ShardedOp(elementwise, values=False))
-register(" ".join(f"{name}_" for name in NONLINEAR if name[0] != "_"), ShardedOp(elementwise, values=False, in_place=True))
+register(
+    " ".join(f"{name}_" for name in NONLINEAR if name[0] != "_"), ShardedOp(elementwise, values=False, in_place=True)
+)
 
 
 def added(input: Any, other: Any, *, alpha: Any = 1) -> Rule:

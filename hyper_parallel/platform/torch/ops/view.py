@@ -29,9 +29,7 @@ def view(input: Any, *size: Any, shape: Any = None) -> Rule:
     if len(size) == 1 and isinstance(size[0], torch.dtype):
         raise TypeError("view(dtype) of a DTensor: its elements cannot be reinterpreted. Use x.to(dtype).")
     new_shape = rules.full_shape(shape or _sizes(size), input.numel())
-    return Rule(
-        rules.reshape(input.layout, input.shape, new_shape), call=_to_local_shape, shapes=(new_shape,)
-    )
+    return Rule(rules.reshape(input.layout, input.shape, new_shape), call=_to_local_shape, shapes=(new_shape,))
 
 
 @sharded("flatten")
@@ -111,9 +109,7 @@ def expand(input: Any, *size: Any) -> Rule:
     """Dims of size 1 repeated, without a copy."""
     sizes = _sizes(size)
     lead = len(sizes) - input.ndim
-    shape = tuple(
-        input.shape[i - lead] if s == -1 else s for i, s in enumerate(sizes)
-    )
+    shape = tuple(input.shape[i - lead] if s == -1 else s for i, s in enumerate(sizes))
     names = tuple(f"d{i}" for i in range(input.ndim))
     same = [i >= lead and input.shape[i - lead] == shape[i] for i in range(len(shape))]
     out = tuple(names[i - lead] if same[i] else ONE for i in range(len(shape)))
