@@ -6,10 +6,14 @@ from __future__ import annotations
 import copy
 import importlib
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
+from torch.utils.hooks import RemovableHandle
 
 from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor import DTensor, global_shape_of
@@ -61,6 +65,26 @@ def wrap(local: torch.Tensor, spec: Spec) -> TorchDTensor:
     out._local = local
     out._spec = spec
     return out
+
+
+class ReducedHooks:
+    """Hooks on a leaf whose gradient autograd never sees: whoever brings it, as `fully_shard` does, runs them.
+
+    Attributes:
+        before: Called with the gradient of one backward, may return another.
+        after: Called with the leaf once the gradient is accumulated.
+    """
+
+    def __init__(self) -> None:
+        self.before: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] = OrderedDict()
+        self.after: dict[int, Callable[[torch.Tensor], None]] = OrderedDict()
+
+    def add(self, when: str, hook: Callable[[torch.Tensor], Any]) -> RemovableHandle:
+        """Add a hook to `before` or `after`."""
+        hooks = getattr(self, when)
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
 
 
 class TorchDTensor(DTensor, torch.Tensor):
@@ -380,6 +404,9 @@ class TorchDTensor(DTensor, torch.Tensor):
     @property
     def data(self) -> TorchDTensor:  # type: ignore[override]
         """The same values outside of the graph."""
+        if getattr(self._local, "reduced_hooks", None) is not None:
+            # `fully_shard` gathers anew what was changed, which a write through `.data` would not show.
+            torch.autograd.graph.increment_version(self._local)
         return wrap(self._local.data, self._spec)
 
     @data.setter
@@ -438,11 +465,12 @@ class TorchDTensor(DTensor, torch.Tensor):
 
         def on_local(grad: torch.Tensor | None) -> torch.Tensor | None:
             if grad is None:
-                return None  # fully_shard brings the gradient later, and calls hooks itself
+                return None
             out = hook(wrap(grad, spec))
             return None if out is None else out.redistribute(layout=spec.layout)._local
 
-        return self._pin().register_hook(on_local)
+        reduced = getattr(self._local, "reduced_hooks", None)
+        return self._pin().register_hook(on_local) if reduced is None else reduced.add("before", on_local)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[TorchDTensor], None]) -> Any:  # type: ignore[override]
         """Call `hook` with this leaf after its gradient was accumulated."""
@@ -453,6 +481,9 @@ class TorchDTensor(DTensor, torch.Tensor):
             if tensor is not None:
                 hook(tensor)
 
+        reduced = getattr(self._local, "reduced_hooks", None)
+        if reduced is not None:
+            return reduced.add("after", on_local)
         return self._local.register_post_accumulate_grad_hook(on_local)
 
     # -- moving ---------------------------------------------------------------------------------
@@ -618,3 +649,10 @@ def _piece(full: torch.Tensor, spec: Spec) -> torch.Tensor:
     for dim, (start, stop) in enumerate(box):
         full = full.narrow(dim, start, stop - start)
     return full.detach().clone(memory_format=torch.contiguous_format)
+
+
+# torch takes the foreach way of optimizers and of clipping only for the tensor types in these two lists. Set here and
+# not with the rules, which load later: ranks that disagreed would issue different collectives.
+for _types in (_types_of_optimizers, _types_of_clipping):
+    if TorchDTensor not in _types:
+        _types.append(TorchDTensor)

@@ -49,6 +49,7 @@ def fully_shard(
     params = _collect(modules, ignored_params, mesh)
     _check_placements(params, shard_placement_fn)
     num_shards = mesh.size(shard_axis)
+    reshards = _as_bool(reshard_after_forward, num_shards)
     units = _units(params, mesh, shard_axis, mp_policy)
     rank = mesh.get_rank()
     replicas = mesh.group_ranks(mesh.axis_names[:-1], rank) if mesh.ndim > 1 else (rank,)
@@ -58,7 +59,7 @@ def fully_shard(
         units,
         replicate_ranks=replicas,
         mp_policy=mp_policy,
-        reshard_after_forward=_as_bool(reshard_after_forward, num_shards),
+        reshard_after_forward=reshards,
     )
     for each in modules:
         _mix_in(each, group)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,31 @@ from hyper_parallel.core.fully_shard.hsdp_scheduler import ForwardOrder
 from hyper_parallel.platform.torch.fully_shard.gradients import UnitReduction, accumulate
 
 if TYPE_CHECKING:
-    from hyper_parallel.platform.torch.fully_shard.group import ParamGroup
+    from hyper_parallel.platform.torch.fully_shard.group import GroupCall, ParamGroup
+
+
+class _EndOfBackward:
+    """A callback of the autograd engine, which forgets it uncalled if the backward pass is cut off by an exception."""
+
+    def __init__(self, context: RootContext, task: int) -> None:
+        self._context = weakref.ref(context)
+        self._task = task
+
+    def __call__(self) -> None:
+        context, self._context = self._context(), _nothing
+        if context is not None:
+            context.end_backward(self._task)
+
+    def __del__(self) -> None:
+        context = self._context()
+        if context is not None:
+            # A peer that is gone fails what is in flight here; the exception under way is the one to see.
+            with contextlib.suppress(RuntimeError):
+                context.abandon_backward(self._task)
+
+
+def _nothing() -> None:
+    return None
 
 
 class RootContext:
@@ -31,6 +56,7 @@ class RootContext:
         self.is_last_backward = True
         self._pending: list[tuple[ParamGroup, UnitReduction]] = []
         self._tasks: list[int] = []
+        self._put_off: list[tuple[ParamGroup, GroupCall]] = []
         self._prefetched: list[ParamGroup] = []
 
     @property
@@ -73,24 +99,45 @@ class RootContext:
 
     # -- backward -------------------------------------------------------------------------------
 
-    def note_backward(self) -> None:
-        """A group's backward begins: see to it that the end of this backward pass is noticed.
+    def note_backward(self, group: ParamGroup) -> int:
+        """Backward reaches `group`: see to it that the end of this pass is noticed, and return its number.
 
         Re-entrant checkpointing runs a backward inside of a backward; only the end of the outermost closes all groups.
         """
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             self._tasks.append(task)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
+            torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self, task))
+        self._finish_put_off(group)
+        return task
 
-    def _end_backward(self, task: int) -> None:
-        if task in self._tasks:
-            self._tasks.remove(task)
+    def put_off(self, group: ParamGroup, call: GroupCall) -> None:
+        """More gradients may come for `call`: finish it when backward reaches a group that is not inside of `group`."""
+        if (group, call) not in self._put_off:
+            self._put_off.append((group, call))
+
+    def _finish_put_off(self, reached: ParamGroup | None) -> None:
+        done = [(g, call) for g, call in self._put_off if reached is None or reached not in g.groups_below()]
+        for entry in done:
+            self._put_off.remove(entry)
+            entry[0].finish_put_off(entry[1])
+
+    def end_backward(self, task: int) -> None:
+        """A backward pass is over."""
+        self._tasks.remove(task)
+        if not self._tasks:
+            self._finish_put_off(None)
         if self.is_last_backward:
             self.finish_reductions()
         if not self._tasks:
             for group in self.groups():
                 group.end_backward()
+
+    def abandon_backward(self, task: int) -> None:
+        """A backward pass was cut off by an exception."""
+        self._tasks.remove(task)
+        if not self._tasks:
+            self.abort()
 
     def reduce(self, group: ParamGroup, reduction: UnitReduction) -> None:
         """A reduction was started; the one before it is finished, so at most two buffers are alive."""
@@ -112,6 +159,7 @@ class RootContext:
         while self._pending:
             self._pending.pop(0)[1].finish()
         self._tasks.clear()
+        self._put_off.clear()
         self._prefetched = []
         for group in self.groups():
             group.abort()

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from hyper_parallel.platform.torch.fully_shard.unit import FlatUnit
 
 
+_FIRST = 2**64 - 1
+
+
 class GradBuffer:
     """A flat buffer that full gradients are collected in."""
 
@@ -82,6 +85,9 @@ class UnitCall:
             return grad.new_zeros(()).expand(grad.shape)
 
         view.register_hook(collect)
+        # The engine takes the ready node with the highest number first. This one is as old as the forward and would
+        # come last, its gradient waiting; with the number that leaves have, it comes at once.
+        view.grad_fn._set_sequence_nr(_FIRST)  # type: ignore[union-attr]
         return view
 
 
@@ -148,51 +154,27 @@ class UnitReduction:
 
 
 def accumulate(unit: FlatUnit, flat: torch.Tensor) -> None:
-    """Add a reduced gradient shard to the parameters' `.grad`, by one flat addition where they still are views of one."""
-    leaves = [param.local for param in unit.params if param.local.requires_grad]
+    """Add a reduced gradient shard to the parameters' `.grad`, and run the hooks users put on them."""
+    leaves, grads = [], []
+    for param, grad in zip(unit.params, unit.grad_views(flat), strict=True):
+        if param.local.requires_grad:
+            leaves.append(param.local)
+            grads.append(_changed_by_hooks(param.local, grad))
+    held = [(leaf.grad, grad) for leaf, grad in zip(leaves, grads, strict=True) if leaf.grad is not None]
     with torch.no_grad():
-        held = _held_flat(unit, leaves)
-        if held is not None:
-            held.add_(flat)
-        else:
-            _accumulate_each(unit, flat)
-    _run_hooks(leaves)
-
-
-def _accumulate_each(unit: FlatUnit, flat: torch.Tensor) -> None:
-    token = object()
-    for param, view in zip(unit.params, unit.grad_views(flat), strict=True):
-        leaf = param.local
-        if not leaf.requires_grad:
-            continue
-        if leaf.grad is None:
-            view.flat_token = token  # type: ignore[attr-defined]
-            leaf.grad = view
-        else:
-            leaf.grad.add_(view)
-    unit.grad_token = token
-
-
-def _held_flat(unit: FlatUnit, leaves: list[torch.Tensor]) -> torch.Tensor | None:
-    """The flat tensor that all present gradients are views of, if they still are.
-
-    The unit knows it by a mark on the views only, so that `zero_grad` frees it.
-    """
-    token = unit.grad_token
-    if token is None or any(getattr(leaf.grad, "flat_token", None) is not token for leaf in leaves):
-        return None
-    first = leaves[0].grad
-    assert first is not None
-    flat = torch.empty(0, dtype=first.dtype, device=first.device)
-    return flat.set_(first.untyped_storage(), 0, (unit.plan.shard_numel,), (1,))  # type: ignore[call-overload, no-any-return]
-
-
-def _run_hooks(leaves: list[torch.Tensor]) -> None:
-    """Hooks that users put on sharded parameters: autograd does not run them, since it never sees these gradients."""
+        if held:
+            torch._foreach_add_(*zip(*held, strict=True))
+        for leaf, grad in zip(leaves, grads, strict=True):
+            if leaf.grad is None:
+                leaf.grad = grad
     for leaf in leaves:
-        for hook in tuple((leaf._backward_hooks or {}).values()):
-            changed = hook(leaf.grad)
-            if changed is not None:
-                leaf.grad = changed
-        for hook in tuple((getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values()):
+        for hook in tuple(leaf.reduced_hooks.after.values()):  # type: ignore[attr-defined]
             hook(leaf)
+
+
+def _changed_by_hooks(leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    for hook in tuple(leaf.reduced_hooks.before.values()):  # type: ignore[attr-defined]
+        changed = hook(grad)
+        if changed is not None:
+            grad = changed
+    return grad

@@ -24,11 +24,19 @@ from hyper_parallel.platform.torch.fully_shard.unit import FlatUnit
 
 
 class GroupCall:
-    """One forward of a group: its units' calls, and whether its backward is under way."""
+    """One forward of a group.
 
-    def __init__(self, units: list[UnitCall]) -> None:
+    Attributes:
+        units: Its units' calls.
+        tensors: Per unit the full parameters that this forward uses.
+        task: The backward pass that reached it first, -1 when none is under way.
+        left: Units whose gradients are still being collected.
+    """
+
+    def __init__(self, units: list[UnitCall], tensors: list[list[torch.Tensor]]) -> None:
         self.units = units
-        self.is_active = False
+        self.tensors = tensors
+        self.task = -1
         self.left = 0
 
 
@@ -74,8 +82,9 @@ class ParamGroup:
         self._depth = 0
         self._left: set[int] = set()
         self._call: GroupCall | None = None
-        self._is_manual = False
+        self._manual: GroupCall | None = None
         self._active: list[GroupCall] = []
+        self._shown: GroupCall | None = None
 
     # -- states ---------------------------------------------------------------------------------
 
@@ -86,10 +95,13 @@ class ParamGroup:
     def start_unshard(self) -> None:
         """Begin the all-gather unless the parameters are there or on their way."""
         with self._lock:
+            if self.state is GroupState.UNSHARDED and self._shown is None and any(u.is_stale for u in self.units):
+                self.reshard()
             if self.state is not GroupState.SHARDED:
                 return
             for unit in self.units:
                 unit.adopt()
+                unit.check_ready()
             self._become(GroupState.UNSHARDING)
             for unit in self.units:
                 unit.gather()
@@ -98,46 +110,57 @@ class ParamGroup:
         """Have the full parameters: whoever comes first gathers, everybody waits."""
         with self._lock:
             self.start_unshard()
-            if self.state is GroupState.UNSHARDING:
-                for unit in self.units:
-                    unit.wait()
-                self._become(GroupState.UNSHARDED)
+            self._wait()
+
+    def _wait(self) -> None:
+        if self.state is GroupState.UNSHARDING:
+            for unit in self.units:
+                unit.wait()
+            self._become(GroupState.UNSHARDED)
 
     def reshard(self) -> None:
         """Free the full parameters."""
         with self._lock:
             if self.state is GroupState.SHARDED:
                 return
-            self.unshard()
+            self._wait()
             for unit in self.units:
                 unit.free()
             self._become(GroupState.SHARDED)
 
     def drop_unused(self) -> None:
         """Free what was prefetched but is used neither by a forward nor by a backward."""
-        if self._call is None and not self._active and not self._is_manual:
+        if self._call is None and not self._active and self._manual is None:
             self.reshard()
 
     # -- which parameters the modules see -------------------------------------------------------
 
-    def _show_full(self) -> GroupCall:
+    def _new_call(self) -> GroupCall:
         dtype = self.mp_policy.reduce_dtype
         calls = []
         for unit in self.units:
             call = UnitCall(unit, dtype or unit.gather_dtype, self._unit_done)
             call.carried = lambda unit=unit: self._carried_buffers.pop(unit, None)  # type: ignore[misc]
             calls.append(call)
-            for param, full in zip(unit.params, call.full_parameters(), strict=True):
-                shown: torch.Tensor = full
-                if param.tp_layout is not None:
-                    shown = wrap(full, spec_of(param.tp_layout, param.shape))
-                _put(param.sites, shown)
-        return GroupCall(calls)
+        return GroupCall(calls, [call.full_parameters() for call in calls])
 
-    def _show_sharded(self) -> None:
-        for unit in self.units:
-            for param in unit.params:
-                _put(param.sites, param.sharded)
+    def _show(self) -> None:
+        """Let the modules have the full parameters during forward and backward, the sharded ones otherwise.
+
+        In backward too: activation checkpointing runs parts of the module again, without its hooks.
+        """
+        call = self._call or (self._active[-1] if self._active else self._manual)
+        if call is self._shown:
+            return
+        self._shown = call
+        for i, unit in enumerate(self.units):
+            for j, param in enumerate(unit.params):
+                shown: torch.Tensor = param.sharded
+                if call is not None:
+                    shown = call.tensors[i][j]
+                    if param.tp_layout is not None:
+                        shown = wrap(shown, spec_of(param.tp_layout, param.shape))
+                _put(param.sites, shown)
 
     # -- forward --------------------------------------------------------------------------------
 
@@ -162,7 +185,8 @@ class ParamGroup:
         for group in following:
             group.start_unshard()
         self._left = {id(m) for m in self.modules}
-        self._call = self._show_full()
+        self._call = self._new_call()
+        self._show()
 
     def post_forward(self, module: nn.Module, args: Any, out: Any) -> Any:
         """Free the parameters if so chosen, and see to it that they are there again when backward comes.
@@ -185,14 +209,13 @@ class ParamGroup:
     def _leave(self, keep: bool) -> None:
         context = self.root_context()
         self._call = None
-        if not self._is_manual:
-            self._show_sharded()
+        self._show()
         if context.in_backward:
             return
         frees = self.reshard_after_forward
         if frees is None:
             frees = context.root is not self
-        if (frees or not keep) and not self._is_manual and not self._active:
+        if (frees or not keep) and self._manual is None and not self._active:
             self.reshard()
         if context.root is self:
             context.end_forward()
@@ -203,9 +226,8 @@ class ParamGroup:
         """End a forward that some module of a list never had."""
         if self._call is not None and self._depth == 0:
             self._call = None
-            if not self._is_manual:
-                self._show_sharded()
-                self.reshard()
+            self._show()
+            self.drop_unused()
 
     def _watch(self, out: Any, call: GroupCall) -> bool:
         """Call `_pre_backward` before the first node of this forward's graph runs.
@@ -226,13 +248,14 @@ class ParamGroup:
 
     def _pre_backward(self, call: GroupCall) -> None:
         context = self.root_context()
-        context.note_backward()
-        if call.is_active:
+        task = context.note_backward(self)
+        if call.task != -1:
             return
-        call.is_active = True
+        call.task = task
         call.left = len(call.units)
         self._active.append(call)
         self.unshard()
+        self._show()
         wanted = self.backward_prefetch
         if not wanted:
             before = context.order.before(self)
@@ -241,19 +264,34 @@ class ParamGroup:
             group.start_unshard()
 
     def _unit_done(self, call: UnitCall) -> None:
-        """All gradients of a unit's forward are collected."""
-        buffer, call.buffer = call.buffer, None
-        if buffer is not None:
-            if self.requires_gradient_sync:
-                self.root_context().reduce(self, self._reduction(call.unit, buffer))
-            else:
-                self._carried_buffers[call.unit] = buffer
+        """All gradients of a unit's forward are collected, as far as this backward pass goes."""
         owner = next((g for g in self._active if call in g.units), None)
+        if owner is not None and owner.task != torch._C._current_graph_task_id():
+            # Re-entrant checkpointing: this pass inside of the owner's brought only those of one checkpointed part.
+            self.root_context().put_off(self, owner)
+            return
+        self._reduce(call)
         if owner is None:
             return
         owner.left -= 1
         if owner.left == 0 and not self._has_frozen:
             self._close(owner)
+
+    def finish_put_off(self, owner: GroupCall) -> None:
+        """Reduce what `_unit_done` left, and end the backward of that forward."""
+        for call in owner.units:
+            self._reduce(call)
+        if owner in self._active:
+            self._close(owner)
+
+    def _reduce(self, call: UnitCall) -> None:
+        buffer, call.buffer = call.buffer, None
+        if buffer is None:
+            return
+        if self.requires_gradient_sync:
+            self.root_context().reduce(self, self._reduction(call.unit, buffer))
+        else:
+            self._carried_buffers[call.unit] = buffer
 
     @property
     def _has_frozen(self) -> bool:
@@ -261,10 +299,11 @@ class ParamGroup:
         return any(not p.local.requires_grad for unit in self.units for p in unit.params)
 
     def _close(self, call: GroupCall) -> None:
-        call.is_active = False
+        call.task = -1
         self._active.remove(call)
-        if not self._active and self.reshard_after_backward and self._call is None and not self._is_manual:
-            self.reshard()
+        self._show()
+        if self.reshard_after_backward:
+            self.drop_unused()
 
     def _reduction(self, unit: FlatUnit, buffer: GradBuffer) -> UnitReduction:
         factor = self.divide_factor or len(unit.ranks) * len(self.replicate_ranks)
@@ -280,17 +319,20 @@ class ParamGroup:
     def end_backward(self) -> None:
         """The whole backward pass is over."""
         for call in self._active:
-            call.is_active = False
+            call.task = -1
         self._active.clear()
-        if self._call is None and not self._is_manual and self.reshard_after_backward:
-            self.reshard()
+        self._show()
+        if self.reshard_after_backward:
+            self.drop_unused()
 
     def abort(self) -> None:
         """Back to the sharded state after an exception; gradients collected so far are dropped."""
         self._carried_buffers.clear()
+        for call in self._active:
+            call.task = -1
         self._active.clear()
-        self._call, self._depth, self._is_manual = None, 0, False
-        self._show_sharded()
+        self._call, self._depth, self._manual = None, 0, None
+        self._show()
         self.reshard()
 
     # -- by hand --------------------------------------------------------------------------------
@@ -307,22 +349,20 @@ class ParamGroup:
     def show_until_reshard(self) -> None:
         """Full parameters stay in place until `reshard_now`."""
         self.unshard()
-        if not self._is_manual:
-            self._is_manual = True
-            self._show_full()
+        if self._manual is None:
+            self._manual = self._new_call()
+            self._show()
 
     def reshard_now(self) -> None:
         """See `HSDPModule.reshard`."""
-        self._is_manual = False
-        if self._call is None:
-            self._show_sharded()
-            self.reshard()
+        self._manual = None
+        self._show()
+        self.drop_unused()
 
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """A state dict shows sharded parameters, also between `unshard` and `reshard`."""
-        if self._call is None:
-            self._show_sharded()
-            self._is_manual = False
+        self._manual = None
+        self._show()
 
     # -- the root -------------------------------------------------------------------------------
 
@@ -348,7 +388,7 @@ class ParamGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("_lock", "_context", "_call"):
+        for name in ("_lock", "_context", "_call", "_manual", "_shown"):
             state[name] = None
         state["_active"] = []
         return state

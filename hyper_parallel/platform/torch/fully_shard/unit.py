@@ -21,7 +21,7 @@ from torch import nn
 
 from hyper_parallel.core.fully_shard.group_plan import GroupPlan, plan_group
 from hyper_parallel.core.layout import Layout
-from hyper_parallel.platform.torch.dtensor import TorchDTensor, spec_of, wrap
+from hyper_parallel.platform.torch.dtensor import ReducedHooks, TorchDTensor, spec_of, wrap
 from hyper_parallel.platform.torch.fully_shard.transfer import Transfer, gather_flat
 
 
@@ -38,6 +38,7 @@ class FlatParam:
         full_shape: Shape after gathering: the tensor-parallel local one, or the global.
         tp_layout: Layout over the tensor-parallel mesh, or None.
         planned_shape: (rows, elements per row), the largest of any tensor-parallel rank.
+        address: Where the data of `local` lay when it was made.
     """
 
     name: str
@@ -50,11 +51,34 @@ class FlatParam:
     planned_shape: tuple[int, int]
     strides: tuple[int, ...] = field(init=False)
 
+    address: int = field(init=False, default=0)
+
     def __post_init__(self) -> None:
         inner = self.full_shape[1:]
         steps = [math.prod(inner[i + 1 :]) for i in range(len(inner))]
         # The row stride is that of the largest tensor-parallel rank, so that all ranks cut at the same rows.
         self.strides = (self.planned_shape[1], *steps)
+
+    def hold(self, leaf: torch.Tensor, hooks: ReducedHooks) -> None:
+        """Make `leaf` the local tensor."""
+        leaf.reduced_hooks = hooks  # type: ignore[attr-defined]
+        self.local, self.address = leaf, leaf.data_ptr()
+
+    @property
+    def current(self) -> Any:
+        """What the modules have in the place of the parameter."""
+        module, name = self.sites[0]
+        return module._parameters[name]
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the modules still have `sharded`, and its data are where they were put."""
+        local = self.local
+        return (
+            self.current is self.sharded
+            and self.sharded._local is local  # type: ignore[attr-defined]
+            and local.data_ptr() == self.address
+        )
 
 
 class FlatUnit:
@@ -86,8 +110,7 @@ class FlatUnit:
         self.shard = torch.zeros(self.plan.shard_numel, dtype=first.dtype, device=first.device)
         self._full: torch.Tensor | None = None
         self._transfer: Transfer | None = None
-        # Marks the gradients that are views of one flat tensor.
-        self.grad_token: object | None = None
+        self._gathered_version = -1
         with torch.no_grad():
             for i, param in enumerate(params):
                 self._take(i, param, layouts[i])
@@ -108,7 +131,8 @@ class FlatUnit:
         sharded = nn.Parameter(wrap(piece, spec_of(layout, param.shape)), whole.requires_grad)
         # Attributes that users put on the parameter stay with it.
         sharded.__dict__.update({k: v for k, v in param.sharded.__dict__.items() if k not in _WRAPPER_ATTRIBUTES})
-        param.sharded, param.local = sharded, sharded._local  # type: ignore[attr-defined]
+        param.sharded = sharded
+        param.hold(sharded._local, ReducedHooks())  # type: ignore[attr-defined]
         for module, name in param.sites:
             module._parameters[name] = param.sharded
 
@@ -125,8 +149,6 @@ class FlatUnit:
         param = self.params[index]
         first, last = self._rows(index)
         shape = (last - first, *param.full_shape[1:])
-        if math.prod(shape) == 0:
-            return flat.new_empty(shape)
         offset = self.plan.local_offset(index, self.position)
         return flat.as_strided(shape, param.strides, flat.storage_offset() + offset)
 
@@ -148,14 +170,9 @@ class FlatUnit:
 
         Their values move into the shard, and old and new objects share one leaf, so optimizers built on either work.
         """
-        current = [param.sites[0][0]._parameters[param.sites[0][1]] for param in self.params]
-        if all(
-            new is param.sharded and param.sharded._local is param.local  # type: ignore[attr-defined]
-            for new, param in zip(current, self.params, strict=True)
-        ):
-            return
-        with torch.no_grad():
-            self._rebuild(current)
+        if not all(param.is_in_place for param in self.params):
+            with torch.no_grad():
+                self._rebuild([param.current for param in self.params])
 
     def _rebuild(self, current: Sequence[Any]) -> None:
         locals_ = [self._local_of(new, param) for new, param in zip(current, self.params, strict=True)]
@@ -192,26 +209,41 @@ class FlatUnit:
         if not local.is_meta and local.data_ptr() != view.data_ptr():
             view.copy_(local)
         leaf = view.detach().requires_grad_(new.requires_grad)
+        hooks = None
         if isinstance(new, TorchDTensor):
             leaf.grad = new._local.grad
+            hooks = getattr(new._local, "reduced_hooks", None)
         else:
             new = nn.Parameter(wrap(leaf, param.sharded._spec), new.requires_grad)  # type: ignore[attr-defined]
         for wrapper in (new, param.sharded):
             wrapper._local = leaf  # type: ignore[attr-defined]
             wrapper._memo = None  # type: ignore[attr-defined]
-        param.local, param.sharded = leaf, new
+        param.sharded = new
+        param.hold(leaf, hooks or ReducedHooks())
         for module, name in param.sites:
             module._parameters[name] = new
 
     # -- gathering ------------------------------------------------------------------------------
 
-    def gather(self) -> None:
-        """Start filling the full buffer."""
+    @property
+    def is_stale(self) -> bool:
+        """Whether parameters were changed or replaced after the full buffer was filled.
+
+        Every rank's leaves count as changed with any of them, empty ones too, so that ranks agree.
+        """
+        return self._gathered_version != self.shard._version or not all(param.is_in_place for param in self.params)
+
+    def check_ready(self) -> None:
+        """Refuse to gather what has no data yet."""
         if self.shard.is_meta:
             raise ValueError(
                 f'parameter "{self.params[0].name}": it is still on the meta device. Call module.to_empty(device=...) and '
                 "initialise it before the first forward."
             )
+
+    def gather(self) -> None:
+        """Start filling the full buffer."""
+        self._gathered_version = self.shard._version
         if self.gather_is_alias:
             return
         if self._full is None:

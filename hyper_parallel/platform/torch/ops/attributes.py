@@ -47,6 +47,14 @@ register("is_shared is_pinned is_conj is_neg", _on_local)
 register("data_ptr untyped_storage storage_offset", _on_wrapper)
 
 
+def _of_both_locals(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*(x._local if isinstance(x, TorchDTensor) else x for x in args), **kwargs)
+
+
+# nn.Module asks it whether `to`, `double` and the like may keep the parameter objects.
+HANDLERS[torch._has_compatible_shallow_copy_type] = _of_both_locals
+
+
 def _share_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchDTensor:
     args[0]._local.share_memory_()
     return args[0]

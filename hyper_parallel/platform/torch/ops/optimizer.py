@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.optim.optimizer as torch_optimizer
-import torch.utils._foreach_utils as torch_foreach
 
 from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.layout import Layout
@@ -115,8 +113,3 @@ for _name in dir(torch):
     if _name.startswith("_foreach_") or (_name.startswith("_fused_") and _name.endswith("_")):
         HANDLERS[getattr(torch, _name)] = foreach
 HANDLERS[torch._foreach_norm] = foreach_norm
-
-# torch takes the foreach way of optimizers and of clipping only for the tensor types in these two lists.
-for _types in (torch_optimizer._foreach_supported_types, torch_foreach._foreach_supported_types):
-    if TorchDTensor not in _types:
-        _types.append(TorchDTensor)

@@ -11,16 +11,18 @@ Note [Random state]
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+from torch import nn
 
 from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.errors import MeshError
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.shard.rules.pointwise import pointwise
 from hyper_parallel.platform.torch.device import device_handle
-from hyper_parallel.platform.torch.dispatch import Rule, ShardedOp, register
+from hyper_parallel.platform.torch.dispatch import HANDLERS, Rule, ShardedOp, register
 
 _checked_meshes: set[DeviceMesh] = set()
 _MAX_CHECKED = 64
@@ -96,3 +98,37 @@ register(
     "normal_ uniform_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_ random_",
     ShardedOp(_random, in_place=True, values=False),
 )
+
+
+def _init_uniform(tensor: Any, a: float = 0.0, b: float = 1.0, generator: Any = None) -> Any:
+    with torch.no_grad():
+        return tensor.uniform_(a, b) if generator is None else tensor.uniform_(a, b, generator=generator)
+
+
+def _init_normal(tensor: Any, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Any:
+    with torch.no_grad():
+        return tensor.normal_(mean, std) if generator is None else tensor.normal_(mean, std, generator=generator)
+
+
+def _init_constant(tensor: Any, val: float) -> Any:
+    with torch.no_grad():
+        return tensor.fill_(val)
+
+
+def _init_kaiming_uniform(
+    tensor: Any, a: float = 0, mode: Any = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
+) -> Any:
+    """He et al. 2015 (arXiv 1502.01852): bound = gain * sqrt(3 / fan), fans being those of the global shape."""
+    fan = nn.init._calculate_correct_fan(tensor, mode)
+    bound = nn.init.calculate_gain(nonlinearity, a) * math.sqrt(3 / fan)
+    return _init_uniform(tensor, -bound, bound, generator)
+
+
+# The functions of nn.init that torch hands over whole; the others arrive here op by op.
+for _init, _ours in (
+    (nn.init.uniform_, _init_uniform),
+    (nn.init.normal_, _init_normal),
+    (nn.init.constant_, _init_constant),
+    (nn.init.kaiming_uniform_, _init_kaiming_uniform),
+):
+    HANDLERS[_init] = lambda func, args, kwargs, ours=_ours: ours(*args, **kwargs)  # type: ignore[misc]
