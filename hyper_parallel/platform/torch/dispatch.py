@@ -318,7 +318,7 @@ def check_native(x: TorchDTensor) -> None:
         if escaped:
             raise OperandError(
                 f"DTensor {tuple(x.shape)} {x.layout}: it came out of an autograd.Function, which cannot see the "
-                "graph inside. Call the Function through local_map."
+                "graph inside. Call the Function through local_map; with torch.utils.checkpoint, use_reentrant=False."
             )
     x._is_native = True
 

@@ -317,3 +317,29 @@ def test_training_after_a_round_trip_of_the_state_dict_is_the_same() -> None:
     model = wrap_gpt(make_gpt(), mesh=mesh_1d())
     model.load_state_dict(model.state_dict())
     assert_same(train(model, my_rows).params, expected.params, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["optimizer", "in place", "through data", "foreach"])
+@distributed(2)
+def test_what_is_changed_between_two_forwards_is_gathered_again_on_all_ranks(how: str) -> None:
+    # One row: rank 1 holds an empty shard, and must notice the change all the same.
+    torch.manual_seed(3)
+    model, plain = nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)
+    plain.load_state_dict(model.state_dict())
+    fully_shard(model, mesh=mesh_1d(), reshard_after_forward=False)
+    x = torch.ones(2, 4)
+    torch.testing.assert_close(model(x), plain(x))
+    for module in (model, plain):
+        (p,) = module.parameters()
+        if how == "optimizer":
+            p.grad = torch.ones_like(p)
+            torch.optim.SGD([p], lr=0.5).step()
+        elif how == "foreach":
+            p.grad = torch.ones_like(p)
+            torch.optim.SGD([p], lr=0.5, foreach=True).step()
+        elif how == "in place":
+            with torch.no_grad():
+                p.mul_(3)
+        else:
+            p.data.mul_(3)
+    torch.testing.assert_close(model(x), plain(x))
