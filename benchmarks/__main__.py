@@ -45,14 +45,14 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the tables to benchmarks/results")
     args = parser.parse_args()
     tables = [run("op_overhead", 1)]
-    for num in (2, 4):
-        tables.append(run("fully_shard_step", num))
+    tables += [run("fully_shard_step", num) for num in (2, 4)]
     if args.write:
         import torch
 
         RESULTS.mkdir(exist_ok=True)
         name = f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}-{os.cpu_count()}-cores.md"
-        head = f"# {name.removesuffix('.md')}\n\n{machine()}; torch {torch.__version__}; Python {platform.python_version()}.\n\n"
+        title = f"# {name.removesuffix('.md')}\n\n"
+        head = f"{title}{machine()}; torch {torch.__version__}; Python {platform.python_version()}.\n\n"
         (RESULTS / name).write_text(head + "\n".join(tables))
 
 

@@ -79,7 +79,8 @@ def main() -> None:
             f"## Training step, GPT of 25.7 M parameters, sequence {SEQUENCE}, fp32, {world} processes (gloo), AdamW\n"
         )
         print(
-            "| batch per rank | | step ms (median) | over unsharded | over torch FSDP2 | peak tensor MiB | over torch FSDP2 |"
+            "| batch per rank | | step ms (median) | over unsharded | over torch FSDP2 "
+            "| peak tensor MiB | over torch FSDP2 |"
         )
         print("|---|---|---|---|---|---|---|")
     for rows in (4, 1):

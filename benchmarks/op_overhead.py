@@ -85,7 +85,8 @@ def optimizers(num: int = 200) -> None:
         steps[name] = torch.optim.AdamW(parameters, foreach=True).step
     found = microseconds(steps, 5)
     print(
-        f"| AdamW foreach, {num} parameters, whole step | {found['plain']:.0f} | {found['ours'] - found['plain']:.0f} | "
+        f"| AdamW foreach, {num} parameters, whole step | {found['plain']:.0f} "
+        f"| {found['ours'] - found['plain']:.0f} | "
         f"{found['torch'] - found['plain']:.0f} |"
     )
 

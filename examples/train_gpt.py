@@ -117,7 +117,7 @@ class Gpt(nn.Module):
 
 
 def tensor_parallel_plan(split_sequence: bool) -> ShardingPlan:
-    """Megatron's split: two reductions per block; with `split_sequence` norms and dropout work on parts of the sequence."""
+    """Megatron's split, two reductions per block; `split_sequence`: norms and dropout work on parts of the sequence."""
     whole, part = (...,), (None, "tp", None)
     between = part if split_sequence else whole
     modules = {

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """hyper-parallel: one-device models on thousands of devices. Importing this imports no framework."""
 
+from hyper_parallel.core.bounded_cache import cache_info as cache_info
 from hyper_parallel.core.device_mesh import DeviceMesh as DeviceMesh
 from hyper_parallel.core.device_mesh import init_device_mesh as init_device_mesh
 from hyper_parallel.core.dtensor import DTensor as DTensor
@@ -22,7 +23,8 @@ from hyper_parallel.core.placement_types import RaggedShard as RaggedShard
 from hyper_parallel.core.placement_types import Replicate as Replicate
 from hyper_parallel.core.placement_types import Shard as Shard
 from hyper_parallel.core.protocols import get_platform as get_platform
-from hyper_parallel.core.protocols import register_platform, set_platform
+from hyper_parallel.core.protocols import register_platform as register_platform
+from hyper_parallel.core.protocols import set_platform as set_platform
 from hyper_parallel.core.shard.api import local_map as local_map
 from hyper_parallel.core.shard.api import register_sharding_rule as register_sharding_rule
 from hyper_parallel.core.shard.api import shard_module as shard_module

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
@@ -84,6 +85,7 @@ class Layout:
         partial: PartialSpec | None = None,
         ragged: RaggedSpec | None = None,
     ) -> Layout:
+        """The one object with these values."""
         mesh = as_mesh(mesh)
         canonical = tuple(_axes_of(dim) for dim in dims)
         pending = _sorted_by_axis(mesh, _items(partial), ReduceOp.of)
@@ -318,7 +320,7 @@ class Layout:
         order = {axis: i for i, axis in enumerate(self.mesh.axis_names)}
         sizes = dict(self.ragged)
         for axes in self.dims:
-            if any(order[a] > order[b] for a, b in zip(axes, axes[1:], strict=False)):
+            if any(order[a] > order[b] for a, b in itertools.pairwise(axes)):
                 raise LayoutError(
                     f"placements of {self}: a dim is cut by {axes}, against the order of mesh {self.mesh}. "
                     "Read layout.dims instead."

@@ -18,8 +18,8 @@ _METHODS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadca
 class CommCounter:
     """Counts the collectives of this process while its block runs; backward passes inside the block count too.
 
-    A collective made of others (a 16-bit all-reduce) counts once, as itself. On gloo too a reduce-scatter counts as one:
-    what is counted is what the library asked for. `fully_shard` moves its flat buffers by calls of its own.
+    A collective made of others (a 16-bit all-reduce) counts once, as itself. On gloo too a reduce-scatter counts as
+    one: what is counted is what the library asked for. `fully_shard` moves its flat buffers by calls of its own.
 
     Attributes:
         counts: Name of the collective -> number of calls.

@@ -17,10 +17,10 @@ from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.tensor_redistribution import (
     Plan,
     StepKind,
-    clear_cache,
     compile_plan,
     compiled_plan,
     plan,
+    plan_cache,
 )
 from hyper_parallel.core.tensor_redistribution.cache import PlanCache
 from hyper_parallel.testing.strategies import LayoutPair, draw_layout, layout_pairs
@@ -313,7 +313,7 @@ def test_a_refused_plan_is_not_kept() -> None:
 
 def test_the_cache_of_the_process() -> None:
     src, dst = GRID.layout("dp"), GRID.layout("tp")
-    clear_cache()
+    plan_cache.clear()
     found = compiled_plan(src, dst, (8,), 4, 5)
     assert compiled_plan(src, dst, (8,), 4, 5) is found
     assert (found.rank, found.plan) == (5, plan(src, dst, (8,)))

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.protocols import Platform, Tensor
-from hyper_parallel.core.tensor_redistribution.cache import cache_info as cache_info
-from hyper_parallel.core.tensor_redistribution.cache import clear_cache as clear_cache
 from hyper_parallel.core.tensor_redistribution.cache import compiled_plan as compiled_plan
 from hyper_parallel.core.tensor_redistribution.cache import plan_cache as plan_cache
-from hyper_parallel.core.tensor_redistribution.cache import set_cache_limit as set_cache_limit
 from hyper_parallel.core.tensor_redistribution.execute import BoxTable as BoxTable
 from hyper_parallel.core.tensor_redistribution.execute import CompiledPlan as CompiledPlan
 from hyper_parallel.core.tensor_redistribution.execute import compile_plan as compile_plan

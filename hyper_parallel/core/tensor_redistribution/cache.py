@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from typing import TypeAlias
 
-from hyper_parallel.core.bounded_cache import CacheInfo
+from hyper_parallel.core.bounded_cache import CacheInfo, watch_cache
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.tensor_redistribution.execute import CompiledPlan, compile_plan
 from hyper_parallel.core.tensor_redistribution.planner import plan
@@ -62,6 +62,7 @@ class PlanCache:
 
 
 plan_cache = PlanCache(1024)
+watch_cache("plans", plan_cache.info)
 
 
 def compiled_plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, rank: int) -> CompiledPlan:
@@ -70,21 +71,6 @@ def compiled_plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: in
     Raises:
         LayoutError: as `plan`.
 
-    Communication: none. Memory: bounded, see `set_cache_limit`.
+    Communication: none. Memory: bounded, see `PlanCache.set_limit`.
     """
     return plan_cache.get((src, dst, shape, itemsize, rank))
-
-
-def cache_info() -> CacheInfo:
-    """Hits, misses, size, limit and evictions of the plan cache."""
-    return plan_cache.info()
-
-
-def set_cache_limit(limit: int) -> None:
-    """Keep at most `limit` compiled plans (default 1024)."""
-    plan_cache.set_limit(limit)
-
-
-def clear_cache() -> None:
-    """Forget all compiled plans."""
-    plan_cache.clear()

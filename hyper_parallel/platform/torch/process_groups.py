@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from hyper_parallel.core.bounded_cache import watch_cache
 from hyper_parallel.core.errors import CollectiveError
 
 
@@ -87,3 +88,4 @@ class GroupPool:
 
 
 pool = GroupPool()
+watch_cache("process groups", pool.info)

@@ -666,7 +666,7 @@ def test_f30_options_that_are_not_served_are_refused_before_anything_changes(kin
 def test_f29_a_parameter_without_dims_is_refused_by_name() -> None:
     model = nn.Module()
     model.logit_scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ValueError, match="logit_scale.*ignored_params"):
+    with pytest.raises(ValueError, match=r"logit_scale.*ignored_params"):
         fully_shard(model, mesh=mesh_1d())
 
 

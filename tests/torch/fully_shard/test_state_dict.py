@@ -278,15 +278,11 @@ def test_u03_meta_init_on_one_rank_then_adamw() -> None:
 
 
 @distributed(2)
-def test_moving_to_another_dtype_after_wrapping_is_followed_or_refused() -> None:
+def test_moving_to_another_dtype_after_wrapping_is_followed() -> None:
     model, plain = uneven_net(), uneven_net().double()
     wrapped(model)
     x = torch.ones(2, 4, dtype=torch.float64)
-    try:
-        model.double()
-    except (ValueError, RuntimeError) as error:
-        assert "dtype" in str(error)
-        return
+    model.double()
     torch.testing.assert_close(model(x), plain(x))
     (model(x).sum() * (dist.get_rank() + 1)).backward()
     plain(x).sum().backward()

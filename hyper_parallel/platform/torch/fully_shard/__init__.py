@@ -43,7 +43,8 @@ def fully_shard(
     mesh = _mesh_for(modules, mesh)
     if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type != "cpu":
         raise ValueError(
-            f"fully_shard(offload_policy=...): offload from {mesh.device_type!r} is not served yet. Leave the policy out."
+            f"fully_shard(offload_policy=...): offload from {mesh.device_type!r} is not served yet. "
+            "Leave the policy out."
         )
     shard_axis = mesh.axis_names[-1]
     params = _collect(modules, ignored_params, mesh)
@@ -91,8 +92,8 @@ def _as_bool(value: bool | int | None, num_shards: int) -> bool | None:
     if value == num_shards:
         return True
     raise ValueError(
-        f"fully_shard(reshard_after_forward={value}): numbers between 1 and the {num_shards} shard ranks are not served "
-        "yet. Use True or False."
+        f"fully_shard(reshard_after_forward={value}): numbers other than 1 and the {num_shards} shard ranks are not "
+        "served yet. Use True or False."
     )
 
 
@@ -228,8 +229,8 @@ def _joined_mesh(param: FlatParam, mesh: DeviceMesh) -> DeviceMesh:
             if whole.submesh(tp.mesh.axis_names, rank) == tp.mesh and whole.submesh(mesh.axis_names, rank) == mesh:
                 return whole
     raise MeshError(
-        f'fully_shard on mesh {mesh}: parameter "{param.name}" lies on mesh {tp.mesh}, which has no mesh in common with '
-        'it. Make one mesh with both axes, and use mesh["tp"] and mesh["dp"].'
+        f'fully_shard on mesh {mesh}: parameter "{param.name}" lies on mesh {tp.mesh}, which has no mesh in common '
+        'with it. Make one mesh with both axes, and use mesh["tp"] and mesh["dp"].'
     )
 
 

@@ -32,7 +32,7 @@ class FlatParam:
     Attributes:
         name: Full name, for messages.
         sites: Every (module, attribute) that holds it: more than one if it is tied.
-        sharded: The parameter users and optimizers see.
+        sharded: The parameter users and optimizers see: an `nn.Parameter` that is a DTensor.
         local: The local tensor of `sharded`: an autograd leaf over the unit's shard.
         shape: Global shape.
         full_shape: Shape after gathering: the tensor-parallel local one, or the global.
@@ -43,7 +43,7 @@ class FlatParam:
 
     name: str
     sites: list[tuple[nn.Module, str]]
-    sharded: nn.Parameter
+    sharded: Any
     local: torch.Tensor
     shape: tuple[int, ...]
     full_shape: tuple[int, ...]
@@ -74,11 +74,7 @@ class FlatParam:
     def is_in_place(self) -> bool:
         """Whether the modules still have `sharded`, and its data are where they were put."""
         local = self.local
-        return (
-            self.current is self.sharded
-            and self.sharded._local is local  # type: ignore[attr-defined]
-            and local.data_ptr() == self.address
-        )
+        return self.current is self.sharded and self.sharded._local is local and local.data_ptr() == self.address
 
 
 class FlatUnit:
@@ -199,7 +195,8 @@ class FlatUnit:
         if isinstance(new, TorchDTensor):
             if tuple(new.shape) != param.shape:
                 raise ValueError(
-                    f'parameter "{param.name}": replaced by one of shape {tuple(new.shape)}, it has {param.shape}. Assign one of that shape.'
+                    f'parameter "{param.name}": replaced by one of shape {tuple(new.shape)}, it has {param.shape}. '
+                    "Assign one of that shape."
                 )
             return new.redistribute(layout=layout)._local  # type: ignore[arg-type]
         return TorchDTensor._distribute(new.detach(), None, layout, None)._local
@@ -214,10 +211,10 @@ class FlatUnit:
             leaf.grad = new._local.grad
             hooks = getattr(new._local, "reduced_hooks", None)
         else:
-            new = nn.Parameter(wrap(leaf, param.sharded._spec), new.requires_grad)  # type: ignore[attr-defined]
+            new = nn.Parameter(wrap(leaf, param.sharded._spec), new.requires_grad)
         for wrapper in (new, param.sharded):
-            wrapper._local = leaf  # type: ignore[attr-defined]
-            wrapper._memo = None  # type: ignore[attr-defined]
+            wrapper._local = leaf
+            wrapper._memo = None
         param.sharded = new
         param.hold(leaf, hooks or ReducedHooks())
         for module, name in param.sites:
@@ -237,8 +234,8 @@ class FlatUnit:
         """Refuse to gather what has no data yet."""
         if self.shard.is_meta:
             raise ValueError(
-                f'parameter "{self.params[0].name}": it is still on the meta device. Call module.to_empty(device=...) and '
-                "initialise it before the first forward."
+                f'parameter "{self.params[0].name}": it is still on the meta device. Call module.to_empty(device=...) '
+                "and initialise it before the first forward."
             )
 
     def gather(self) -> None:
