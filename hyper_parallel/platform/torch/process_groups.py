@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one pool of process groups: keyed by the tuple of ranks, bounded, released with the job."""
+"""The one pool of process groups: keyed by the tuple of ranks, released with the job.
+
+The pool refers to groups weakly. torch owns them until `destroy_process_group`; a group that lived on would end its
+threads while the interpreter shuts down, which aborts the process now and then.
+"""
 
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -28,8 +34,8 @@ class GroupPool:
     """
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[int, ...], Any] = {}
-        self._world: Any = None
+        self._groups: dict[tuple[int, ...], Callable[[], Any]] = {}
+        self._world: Callable[[], Any] = _nothing
         self._lock = threading.Lock()
         self._created = 0
         self._hits = 0
@@ -43,15 +49,15 @@ class GroupPool:
         Communication: on the first call for these ranks a rendezvous of its members.
         """
         world = self._current_world()
-        found = self._groups.get(ranks)
+        found = self._groups.get(ranks, _nothing)()
         if found is not None:
             self._hits += 1
             return found
         with self._lock:
-            found = self._groups.get(ranks)
+            found = self._groups.get(ranks, _nothing)()
             if found is None:
                 found = self._make(ranks, world)
-                self._groups[ranks] = found
+                self._groups[ranks] = weakref.ref(found)
         return found
 
     def _make(self, ranks: tuple[int, ...], world: Any) -> Any:
@@ -67,24 +73,30 @@ class GroupPool:
                 "init_device_mesh or torch.distributed.init_process_group first."
             )
         world = dist.group.WORLD
-        if world is not self._world:
+        if world is not self._world():
             # Another job than the groups were made for: they went with it.
             self._groups.clear()
-            self._world = world
+            self._world = weakref.ref(world)
         return world
 
     def release(self) -> None:
         """Destroy every pooled group but the default one."""
         with self._lock:
-            for group in self._groups.values():
-                if group is not self._world and dist.is_initialized() and self._world is dist.group.WORLD:
+            world = dist.group.WORLD if dist.is_initialized() else None
+            for ref in self._groups.values():
+                group = ref()
+                if world is not None and group is not None and group is not world:
                     dist.destroy_process_group(group)
             self._groups.clear()
-            self._world = None
+            self._world = _nothing
 
     def info(self) -> GroupInfo:
         """Counts: groups held, groups ever created, look-ups that found one."""
         return GroupInfo(len(self._groups), self._created, self._hits)
+
+
+def _nothing() -> None:
+    return None
 
 
 pool = GroupPool()

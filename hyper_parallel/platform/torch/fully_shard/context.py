@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ class _EndOfBackward:
     """A callback of the autograd engine, which forgets it uncalled if the backward pass is cut off by an exception."""
 
     def __init__(self, context: RootContext, task: int) -> None:
-        self._context = weakref.ref(context)
+        self._context: Callable[[], RootContext | None] = weakref.ref(context)
         self._task = task
 
     def __call__(self) -> None:

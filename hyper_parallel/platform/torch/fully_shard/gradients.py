@@ -95,7 +95,7 @@ class _Gathered(torch.autograd.Function):
     """See Note [One node per forward]."""
 
     @staticmethod
-    def forward(ctx: Any, call: UnitCall, wanted: tuple[int, ...], *leaves: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, call: UnitCall, wanted: tuple[int, ...], *leaves: torch.Tensor) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
         full = call.unit.full_parameters()

@@ -198,7 +198,7 @@ class FlatUnit:
                     f'parameter "{param.name}": replaced by one of shape {tuple(new.shape)}, it has {param.shape}. '
                     "Assign one of that shape."
                 )
-            return new.redistribute(layout=layout)._local  # type: ignore[arg-type]
+            return new.redistribute(layout=layout)._local
         return TorchDTensor._distribute(new.detach(), None, layout, None)._local
 
     def _bind(self, index: int, param: FlatParam, new: Any, local: torch.Tensor) -> None:
