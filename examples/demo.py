@@ -33,9 +33,35 @@ def losses(folder: Path) -> list[float]:
     return json.loads((folder / "losses.json").read_text())
 
 
+def draw(two: list[float], one: list[float], resumed_at: int, path: Path) -> None:
+    """Both losses above, their difference below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps = range(1, len(two) + 1)
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(3, 1), layout="constrained"
+    )
+    above.plot(steps, one, linewidth=5, color="#c9d7e8", label="one process")
+    above.plot(steps, two, linewidth=1.3, color="#1f4e8c", label="two processes, fully_shard")
+    above.set(ylabel="loss (nats per byte)", title="byte-level GPT on the source of the Python standard library")
+    below.semilogy(steps, [max(abs(a - b), 1e-9) for a, b in zip(two, one, strict=True)], color="#1f4e8c", linewidth=1)
+    below.axhline(TOLERANCE, color="#b03030", linewidth=1, linestyle=":")
+    below.annotate("allowed", (1, TOLERANCE), (2, -9), textcoords="offset points", color="#b03030", fontsize=8)
+    below.set(xlabel="step", ylabel="difference", ylim=(1e-9, 1e-2))
+    for axes in (above, below):
+        axes.axvline(resumed_at + 0.5, color="grey", linewidth=1, linestyle="--")
+        axes.grid(alpha=0.25)
+    above.annotate("stopped, resumed", (resumed_at + 0.5, max(two)), (4, -4), textcoords="offset points", fontsize=8)
+    above.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=80)
     steps = parser.parse_args().steps
     if steps < 2:
         raise SystemExit("demo: --steps must be at least 2, since it stops half way. Use STEPS=20 or more.")
@@ -56,7 +82,8 @@ def main() -> None:
     print(f"\nfirst loss          {two[0]:.4f}")
     print(f"last loss           {two[-1]:.4f}")
     print(f"largest difference  {difference:.2e}  between two processes and one, over {steps} steps")
-    print(f"loss curve          {OUT / 'two' / 'loss.png'}")
+    draw(two, one, half, OUT / "loss.png")
+    print(f"loss curve          {OUT / 'loss.png'}")
     print(f"took                {time.perf_counter() - began:.0f} s")
     if two[-1] >= two[0]:
         raise SystemExit("demo failed: the loss did not fall.")

@@ -145,5 +145,5 @@ def test_demo(tmp_path: Path) -> None:
     status, output = run(1, "demo.py", "--steps", 8, cwd=tmp_path)
     assert status == 0, output
     assert all(part in output for part in ("first loss", "last loss", "largest difference", "loss curve"))
-    curve = tmp_path / "runs" / "demo" / "two" / "loss.png"
+    curve = tmp_path / "runs" / "demo" / "loss.png"
     assert curve.read_bytes().startswith(b"\x89PNG")
