@@ -20,12 +20,12 @@ class Cut(NamedTuple):
 
     Attributes:
         num: Number of pieces (the size of the mesh axis).
-        index: Which piece is ours (the coordinate on that axis).
+        position: Which piece is ours (the coordinate on that axis).
         sizes: The pieces' sizes, or None for the chunk rule.
     """
 
     num: int
-    index: int
+    position: int
     sizes: tuple[int, ...] | None = None
 
 
@@ -38,11 +38,11 @@ def cut_range(start: int, stop: int, cut: Cut) -> Range:
     """The piece of `[start, stop)` that `cut` selects; it may be empty."""
     if cut.sizes is None:
         size = chunk_size(stop - start, cut.num)
-        begin = start + size * cut.index
+        begin = start + size * cut.position
         end = begin + size
     else:
-        begin = start + sum(cut.sizes[: cut.index])
-        end = begin + cut.sizes[cut.index]
+        begin = start + sum(cut.sizes[: cut.position])
+        end = begin + cut.sizes[cut.position]
     return min(begin, stop), min(end, stop)
 
 

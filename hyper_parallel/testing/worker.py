@@ -158,13 +158,14 @@ def _strict_warnings() -> Iterator[None]:
 def _process_group(job: Job) -> Iterator[None]:
     import torch.distributed as dist
 
+    store = dist.FileStore(job.store, job.world_size)
     dist.init_process_group(
-        job.backend,
-        init_method=f"file://{job.store}",
-        rank=job.rank,
-        world_size=job.world_size,
-        timeout=job.group_timeout,
+        job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=job.group_timeout
     )
+    # A body without communication may end, and close its connections, while another rank still makes them.
+    if store.add("joined", 1) == job.world_size:
+        store.set("all joined", "")
+    store.wait(["all joined"], job.group_timeout)
     try:
         yield
     finally:

@@ -57,17 +57,20 @@ def local_map(
 
     Communication: redistributes arguments that lie otherwise; one all-gather of shapes without `out_shapes`.
     """
-    return get_platform().modules().local_map(func, out_layouts, in_layouts, out_shapes)
+    mapped: Callable[..., Any] = get_platform().modules().local_map(func, out_layouts, in_layouts, out_shapes)
+    return mapped
 
 
 def register_sharding_rule(func: Any, rule: str, *, terms: str | None = None) -> None:
     """Give a function a sharding rule.
 
     Args:
-        func: The function as it is called: `torch.x`, a Tensor method, or one of your own that handles `__torch_function__`.
+        func: The function as it is called: `torch.x`, a Tensor method, or one of your own that handles
+            `__torch_function__`.
         rule: `"operand, operand -> output"` in factors: `x` passes, `x+` is summed over, `x^` must be whole, `...` any
             leading dims. Operands are the tensor arguments in order.
-        terms: For functions linear in their operands which are multiplied: `"01 2"` for `a * b + c`; lets sums stay pending.
+        terms: For functions linear in their operands which are multiplied: `"01 2"` for `a * b + c`; lets sums stay
+            pending.
 
     Raises:
         ValueError: the rule cannot be read.

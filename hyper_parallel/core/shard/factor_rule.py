@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hyper_parallel.core.errors import InternalError
+from hyper_parallel.core.errors import ShapeError
 from hyper_parallel.core.placement_types import ReduceOp
 
 Dims = tuple[str, ...]
@@ -86,8 +86,13 @@ class RuleTemplate:
         """The rule for operands of these shapes. Trailing operands of the rule may be missing.
 
         Raises:
-            InternalError: the operands have other numbers of dims than the rule says.
+            ShapeError: more operands than the rule has, or with other numbers of dims.
         """
+        if len(shapes) > len(self.operands):
+            raise ShapeError(
+                f"rule {self.text!r}: it has {len(self.operands)} operands, the call {len(shapes)}. Give a rule with "
+                "one part per tensor."
+            )
         operands = [_expand(dims, len(shape), self.text) for dims, shape in zip(self.operands, shapes, strict=False)]
         longest = max(
             (len(d) - len(t) + 1 for d, t in zip(operands, self.operands, strict=False) if ELLIPSIS in t), default=0
@@ -130,10 +135,13 @@ def parse_rule(text: str, *, terms: str | None = None, pending: frozenset[Reduce
     left, arrow, right = text.partition("->")
     if not arrow:
         raise ValueError(f"rule {text!r}: there is no '->'. Write 'operands -> outputs'.")
+    if "->" in right:
+        raise ValueError(f"rule {text!r}: there is more than one '->'. Write 'operands -> outputs'.")
     factors: dict[str, Factor] = {}
     operands = tuple(_parse_dims(part, factors, text) for part in left.split(","))
     outputs = tuple(_parse_dims(part, factors, text) for part in right.split(","))
-    groups = None if terms is None else tuple(tuple(map(int, term)) for term in terms.split())
+    _check_outputs(operands, outputs, factors, text)
+    groups = None if terms is None else _parse_terms(terms, len(operands), text)
     if pending is None:
         pending = frozenset() if groups is None else LINEAR
     return RuleTemplate(text, operands, outputs, factors, groups, pending)
@@ -151,8 +159,32 @@ def _parse_dims(part: str, factors: dict[str, Factor], text: str) -> Dims:
         name, mark = match["name"], match["mark"]
         names.append(name)
         if mark:
-            factors[name] = _factor_of(mark)
+            factor = _factor_of(mark)
+            if factors.setdefault(name, factor) != factor:
+                raise ValueError(f"rule {text!r}: {name!r} is marked in two ways. Give it one mark.")
+    twice = next((n for n in names if n != ONE and names.count(n) > 1), None)
+    if twice is not None:
+        raise ValueError(f"rule {text!r}: {twice!r} occurs twice in {part.strip()!r}. Give each dim a name of its own.")
     return tuple(names)
+
+
+def _check_outputs(operands: Sequence[Dims], outputs: Sequence[Dims], factors: Mapping[str, Factor], text: str) -> None:
+    known = {ONE}.union(*operands)
+    for name in (name for dims in outputs for name in dims):
+        if name not in known:
+            raise ValueError(f"rule {text!r}: no operand has the output's {name!r}. Use names of the operands, or 1.")
+        if name in factors and factors[name].kind in (Kind.CONTRACT, Kind.INDEX):
+            raise ValueError(f"rule {text!r}: {name!r} is summed over, yet in the output. Take it out, or its mark.")
+
+
+def _parse_terms(terms: str, num_operands: int, text: str) -> tuple[tuple[int, ...], ...]:
+    groups = tuple(tuple(int(digit) if digit.isdigit() else -1 for digit in term) for term in terms.split())
+    if sorted(i for group in groups for i in group) != list(range(num_operands)):
+        raise ValueError(
+            f"rule {text!r}: terms {terms!r} do not name each of the {num_operands} operands once. Write its digit in "
+            "one term, as in '01 2'."
+        )
+    return groups
 
 
 def _factor_of(mark: str) -> Factor:
@@ -166,15 +198,14 @@ def _factor_of(mark: str) -> Factor:
 
 
 def _expand(dims: Dims, ndim: int, text: str) -> Dims:
+    num = ndim - (len(dims) - 1)
+    if num < 0 if ELLIPSIS in dims else len(dims) != ndim:
+        raise ShapeError(
+            f"rule {text!r}: {' '.join(dims)!r} is written for an operand of {ndim} dims. Name each dim, or write "
+            "'...' for leading ones."
+        )
     if ELLIPSIS not in dims:
-        if len(dims) != ndim:
-            raise InternalError(
-                f"rule {text!r}: {len(dims)} dims written for an operand of {ndim}. Please report this."
-            )
         return dims
     at = dims.index(ELLIPSIS)
-    num = ndim - (len(dims) - 1)
-    if num < 0:
-        raise InternalError(f"rule {text!r}: an operand of {ndim} dims is too small. Please report this.")
     lead = tuple(f".{i}" for i in range(num, 0, -1))
     return dims[:at] + lead + dims[at + 1 :]

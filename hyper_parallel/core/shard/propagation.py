@@ -56,7 +56,7 @@ def resolve(
         rule: The op's rule, bound to the operands' shapes.
         layouts: Per operand its layout, all on one mesh.
         shapes: Per operand its global shape.
-        fixed: An operand that is changed in place: moving it costs more than anything else.
+        fixed: An operand that is changed in place: it stays as it is if the op can be done so, whatever that costs.
 
     Communication: none. Cost: mesh axes x candidates x operands, some ten microseconds.
     """
@@ -66,7 +66,10 @@ def resolve(
         weights[fixed] = sum(weights) * 1000
     choices: dict[str, _Choice] = {}
     for axis in mesh.axis_names:
-        choices[axis] = _choose(rule, axis, mesh.size(axis), layouts, weights, choices)
+        candidates = _candidates(rule, axis, layouts)
+        if fixed is not None:
+            candidates = [c for c in candidates if _keeps(rule, fixed, layouts[fixed], axis, c)] or candidates
+        choices[axis] = _choose(candidates, rule, axis, mesh.size(axis), layouts, weights, choices)
     splits = _factor_splits(rule, choices, layouts, weights)
     targets = tuple(_layout(mesh, dims, splits, _operand_pending(i, choices)) for i, dims in enumerate(rule.operands))
     cotangents = tuple(
@@ -78,6 +81,7 @@ def resolve(
 
 
 def _choose(
+    candidates: Sequence[_Choice],
     rule: FactorRule,
     axis: str,
     size: int,
@@ -87,7 +91,7 @@ def _choose(
 ) -> _Choice:
     taken = {choice.op for choice in earlier.values() if choice.op is not None}
     best, best_cost = _REPLICATE, math.inf
-    for choice in _candidates(rule, axis, layouts):
+    for choice in candidates:
         if choice.op is not None and not _commutes(choice.op, taken):
             continue
         cost = sum(
@@ -157,6 +161,15 @@ def _wanted(rule: FactorRule, operand: int, layout: Layout, choice: _Choice) -> 
     return None
 
 
+def _keeps(rule: FactorRule, operand: int, layout: Layout, axis: str, choice: _Choice) -> bool:
+    """Whether the operand may stay as it is on this axis, and the output is laid out alike."""
+    state = layout.dim_of(axis) if layout.op_of(axis) is None else layout.op_of(axis)
+    output: int | ReduceOp | None = choice.op
+    if output is None and choice.factor in rule.outputs[0]:
+        output = rule.outputs[0].index(choice.factor)
+    return state == output == _wanted(rule, operand, layout, choice)
+
+
 def _cost(layout: Layout, axis: str, size: int, wanted: int | ReduceOp | None) -> float:
     """Elements received per element of the operand, to bring one axis from what it is to what is wanted."""
     dim, op = layout.dim_of(axis), layout.op_of(axis)
@@ -183,15 +196,27 @@ def _factor_splits(
     out: dict[str, tuple[Split, ...]] = {}
     by_weight = sorted(range(len(layouts)), key=lambda i: -weights[i])
     for name, axes in wanted.items():
-        found: dict[str, Split] = {}
+        merged: tuple[Split, ...] = ()
         for i in by_weight:
             dims = rule.operands[i]
             if name in dims:
-                for split in layouts[i].splits[dims.index(name)]:
-                    if split[0] in axes:
-                        found.setdefault(split[0], split)
-        out[name] = tuple(found.values())
+                merged = _merged(merged, [s for s in layouts[i].splits[dims.index(name)] if s[0] in axes])
+        out[name] = merged
     return out
+
+
+def _merged(splits: tuple[Split, ...], others: Sequence[Split]) -> tuple[Split, ...]:
+    """`splits` and then those of `others` that are not among them.
+
+    The sizes of a ragged split are those of what the splits before it leave, so they hold only after the same ones.
+    """
+    known = {axis for axis, _ in splits}
+    fits = True
+    for at, (axis, sizes) in enumerate(others):
+        fits = fits and splits[:at] == tuple(others[:at])
+        if axis not in known:
+            splits += ((axis, sizes if fits and len(splits) == at else None),)
+    return splits
 
 
 def _operand_pending(operand: int, choices: dict[str, _Choice]) -> dict[str, ReduceOp]:

@@ -10,7 +10,7 @@ from types import EllipsisType
 from typing import Any, TypeAlias
 
 from hyper_parallel.core.device_mesh import DeviceMesh
-from hyper_parallel.core.errors import LayoutError
+from hyper_parallel.core.errors import LayoutError, MeshError
 from hyper_parallel.core.layout import Layout, as_layout
 
 DimsSpec: TypeAlias = "Sequence[str | Sequence[str] | EllipsisType | None] | Layout"
@@ -23,8 +23,9 @@ class Style:
 
     Attributes:
         parameters: Name inside the module -> how it lies. Parameters not named stay whole on all ranks.
-        inputs: How the first tensor argument shall lie (a list: one entry per positional argument), or None to leave it.
-        outputs: How the output shall lie (a list: one entry per output), or None to leave it.
+        inputs: How the first tensor argument shall lie (a list: one entry per argument; a mapping: by keyword), or
+            None to leave it.
+        outputs: How the first output shall lie (a list: one entry per output; a mapping: by key), or None to leave it.
     """
 
     parameters: Mapping[str, DimsSpec] = field(default_factory=dict)
@@ -38,15 +39,15 @@ def column_parallel(axis: str = "tp", *, inputs: Any = None, outputs: Any = None
 
 
 def row_parallel(axis: str = "tp", *, inputs: Any = None, outputs: Any = (...,)) -> Style:
-    """A Linear whose input features are split over `axis`; its pending sums are finished into `outputs` (default: copies).
+    """A Linear whose input features are split over `axis`; its pending sums are finished into `outputs`.
 
-    With `outputs` split along the sequence the reduction is a reduce-scatter.
+    By default that is copies; with `outputs` split along the sequence the reduction is a reduce-scatter.
     """
     return Style({"weight": (None, axis), "bias": (None,)}, inputs, outputs)
 
 
 def sequence_parallel(axis: str = "tp", *, dim: int = 1, ndim: int = 3) -> Style:
-    """A module (a norm, dropout) that works on a part of the sequence; its weights are whole, their gradients summed."""
+    """A module (a norm, dropout) that works on a part of the sequence, with whole weights and summed gradients."""
     spec = tuple(axis if i == dim else None for i in range(ndim))
     return Style({}, spec, spec)
 
@@ -107,6 +108,7 @@ def layout_for(spec: Any, mesh: DeviceMesh, ndim: int, what: str) -> Layout:
 
     Raises:
         LayoutError: another number of dims.
+        MeshError: an axis that the mesh lacks.
     """
     if isinstance(spec, Layout) or spec is None:
         return as_layout(spec, mesh, ndim, what)
@@ -116,8 +118,14 @@ def layout_for(spec: Any, mesh: DeviceMesh, ndim: int, what: str) -> Layout:
         dims[at : at + 1] = [None] * (ndim - len(dims) + 1)
     if len(dims) != ndim:
         raise LayoutError(
-            f"{what}: the plan gives {len(dims)} dims {tuple(spec)}, the tensor has {ndim}. Give one entry per dim, or '...'."
+            f"{what}: the plan gives {len(dims)} dims {tuple(spec)}, the tensor has {ndim}. Give one entry per dim, "
+            "or '...'."
         )
+    for dim in dims:
+        for axis in (dim,) if isinstance(dim, str) else dim or ():
+            if axis not in mesh.axis_names:
+                names = ", ".join(f'"{name}"' for name in mesh.axis_names)
+                raise MeshError(f'{what}: the plan names axis "{axis}", mesh {mesh} has no such axis. Use {names}.')
     return Layout(mesh, dims)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,9 +60,12 @@ def move(
         middle = src.without_partial(*finished)
         local = _FinishExtreme.apply(local, src, middle, tuple(shape))
         return move(local, middle, dst, shape, cotangent, data)
+    shape = tuple(shape)
     if data is None:
         data = transfer(local, src, dst, shape)
-    return _Redistribute.apply(local, (data,), src, dst, cotangent, tuple(shape))
+    there = _Map(src, dst, shape)
+    back = _Map(cotangent, src.cotangent, shape, avg_factor(dst) / avg_factor(src))
+    return _Redistribute.apply(local, (data,), there, back)
 
 
 def anchor(local: torch.Tensor) -> torch.Tensor:
@@ -79,45 +83,51 @@ def avg_factor(layout: Layout) -> int:
 
 class _Anchor(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, local: torch.Tensor) -> torch.Tensor:
         return local.new_empty(()).expand(local.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
 
+@dataclass(frozen=True, slots=True)
+class _Map:
+    """A linear map between the local tensors of all ranks: a redistribution, times a number."""
+
+    src: Layout
+    dst: Layout
+    shape: tuple[int, ...]
+    factor: float = 1.0
+
+    def __call__(self, local: torch.Tensor) -> torch.Tensor:
+        out = transfer(local, self.src, self.dst, self.shape)
+        return out if self.factor == 1 else out * self.factor
+
+
 class _Redistribute(torch.autograd.Function):
+    """The map `there`; its gradient goes the way of the adjoint map `back`, whose own gradient is `there` again."""
+
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        local: torch.Tensor,
-        data: tuple[torch.Tensor],
-        src: Layout,
-        dst: Layout,
-        cotangent: Layout,
-        shape: tuple[int, ...],
-    ) -> torch.Tensor:
-        ctx.route = (cotangent, src.cotangent, avg_factor(dst) / avg_factor(src), shape)
+    def forward(ctx: Any, local: torch.Tensor, data: tuple[torch.Tensor], there: _Map, back: _Map) -> torch.Tensor:
+        ctx.maps = (there, back)
         # The data come in a tuple so that autograd does not take the result for a view of an input.
         return data[0].detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        cotangent, target, factor, shape = ctx.route
-        out = move(grad, cotangent, target, shape)
-        if factor != 1:
-            out = out * factor
-        return out, None, None, None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        there, back = ctx.maps
+        out = back(grad)
+        if grad.requires_grad and torch.is_grad_enabled():
+            out = _Redistribute.apply(grad, (out,), back, there)
+        return out, None, None, None
 
 
 class _FinishExtreme(torch.autograd.Function):
     """A pending max or min: the gradient goes to the operands that equal the result, shared evenly among ties."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, local: torch.Tensor, src: Layout, dst: Layout, shape: tuple[int, ...]
-    ) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, src: Layout, dst: Layout, shape: tuple[int, ...]) -> torch.Tensor:
         ops = {op for _, op in src.partial}
         if not ops <= {ReduceOp.MAX, ReduceOp.MIN}:
             raise PartialError(
@@ -130,10 +140,11 @@ class _FinishExtreme(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         local, out = ctx.saved_tensors
         src, dst, shape = ctx.route
         axes = tuple(a for a in src.partial_axes if dst.op_of(a) is None)
         hit = (local == out).to(grad.dtype)
         ties = transfer(hit, dst.with_partial(*axes), dst, shape)
-        return grad * hit / ties, None, None, None
+        grad = move(grad, dst.cotangent, dst.cotangent, shape, dst.cotangent.with_partial(*axes))
+        return grad * (hit / ties), None, None, None

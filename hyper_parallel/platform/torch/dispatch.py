@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.core.bounded_cache import BoundedCache
+from hyper_parallel.core.bounded_cache import BoundedCache, watch_cache
 from hyper_parallel.core.errors import LayoutError, NoRuleError, OperandError
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.shard.factor_rule import FactorRule
@@ -25,11 +25,12 @@ from hyper_parallel.platform.torch.implicit import implicit_mesh
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}
-_base = torch._C.TensorBase
+_grad_fn_of: Any = torch._C.TensorBase.grad_fn.__get__  # type: ignore[union-attr]
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 resolved_cache = BoundedCache(4096)
+watch_cache("resolved ops", resolved_cache.info)
 
 
 _NO_KWARGS: dict[str, Any] = {}
@@ -38,9 +39,36 @@ _NO_KWARGS: dict[str, Any] = {}
 def dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """`TorchDTensor.__torch_function__`."""
     handler = HANDLERS.get(func)
-    if handler is not None:
-        return handler(func, args, kwargs or _NO_KWARGS)
-    raise missing_rule(func, args, kwargs or {})
+    if handler is None:
+        raise missing_rule(func, args, kwargs or {})
+    if kwargs and kwargs.get("out") is not None:
+        return _into(handler, func, args, kwargs)
+    if kwargs and kwargs.get("inplace") is True:
+        return _inplace(handler, func, args, kwargs)
+    return handler(func, args, kwargs or _NO_KWARGS)
+
+
+def _into(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call with `out=`: the target keeps its layout, whatever the op runs under."""
+    target = kwargs["out"]
+    result = handler(func, args, {name: arg for name, arg in kwargs.items() if name != "out"})
+    if not isinstance(target, TorchDTensor) or not isinstance(result, TorchDTensor) or target.shape != result.shape:
+        raise OperandError(
+            f"{name_of(func)} with out=: the target must be one DTensor of the shape of the result. Call it without "
+            "out= and copy the result."
+        )
+    return target.copy_(result)
+
+
+def _inplace(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call with `inplace=True`, as activations and dropout have it."""
+    target = args[0]
+    if target.layout.partial:
+        # The op runs on the finished sum, which is not where the target's data are.
+        return target.copy_(handler(func, (target.clone(), *args[1:]), {**kwargs, "inplace": False}))
+    target._pin()
+    handler(func, args, kwargs)
+    return target
 
 
 def missing_rule(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> NoRuleError:
@@ -146,8 +174,8 @@ class ShardedOp:
         self.in_place = in_place
         self.dtypes = dtypes
 
-    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # See Note [Hot path].
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: C901 - one walk
+        """Run the op. See Note [Hot path]."""
         key: list[Any] = [func]
         plain: list[Any] = []
         operands: list[TorchDTensor] = []
@@ -168,6 +196,10 @@ class ShardedOp:
                 plain.append(local)
             elif kind is float or kind is int:
                 key.append(arg if values else kind)
+                plain.append(arg)
+            elif kind is bool:
+                # False and 0 are one key otherwise: `x.var(False)` is not `x.var(0)`.
+                key.append((bool, arg))
                 plain.append(arg)
             elif kind is list or kind is tuple or isinstance(arg, torch.Tensor):
                 return self._general(func, args, kwargs)
@@ -221,6 +253,8 @@ class ShardedOp:
             return (kind, *(self._key_of(item) for item in arg))
         if kind is slice:
             return (slice, arg.start, arg.stop, arg.step)
+        if kind is bool:
+            return (bool, arg)
         if (kind is float or kind is int) and not self.values:
             return kind
         return arg
@@ -230,6 +264,10 @@ class ShardedOp:
     ) -> Resolved:
         one_mesh(func, operands)
         rule = self.rule(*args, **kwargs)
+        single = True
+        shapes = rule.shapes
+        if shapes is None:
+            shapes, single = output_shapes(func, args, kwargs)
         layouts = [x.layout for x in operands]
         found = resolve(rule.factors, layouts, [x.shape for x in operands], fixed=0 if self.in_place else None)
         if self.in_place and (found.targets[0] is not layouts[0] or found.outputs[0] is not layouts[0]):
@@ -237,10 +275,6 @@ class ShardedOp:
                 f"{name_of(func)}({', '.join(map(describe, operands))}): the tensor to change would need layout "
                 f"{found.outputs[0]}. Redistribute it first, or use the form that returns a new tensor."
             )
-        single = True
-        shapes = rule.shapes
-        if shapes is None:
-            shapes, single = output_shapes(func, args, kwargs)
         if len(found.outputs) == 1 < len(shapes):
             outputs = tuple(spec_of(found.outputs[0], shape) for shape in shapes)
         else:
@@ -314,7 +348,7 @@ def check_native(x: TorchDTensor) -> None:
         return
     if x._origin is None:
         with _no_torch_function():
-            escaped = _base.grad_fn.__get__(x) is not None  # type: ignore[attr-defined]
+            escaped = _grad_fn_of(x) is not None
         if escaped:
             raise OperandError(
                 f"DTensor {tuple(x.shape)} {x.layout}: it came out of an autograd.Function, which cannot see the "

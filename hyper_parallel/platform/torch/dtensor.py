@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor import DTensor, global_shape_of
-from hyper_parallel.core.errors import LayoutError, OperandError, PartialError, UnevenError
+from hyper_parallel.core.errors import LayoutError, OperandError, PartialError, ShapeError, UnevenError
 from hyper_parallel.core.layout import Layout, as_layout
 from hyper_parallel.core.placement_types import Placement
 from hyper_parallel.platform.torch.autograd import anchor, avg_factor, move, transfer
@@ -110,11 +110,16 @@ class TorchDTensor(DTensor, torch.Tensor):
     _origin: tuple[torch.Tensor, Layout] | None = None
     # Cotangent layout -> (version, local tensor under it). See Note [Gradients have layouts].
     _memo: dict[Layout, tuple[int, torch.Tensor]] | None = None
+    # The last answer of `grad`.
+    _grad_wrapper: TorchDTensor | None = None
+    # Whether a redistribute took `_origin` over, so that gradients pass this tensor by.
+    _is_bypassed = False
     # Set once the wrapper is known not to have come out of a user's autograd.Function.
     _is_native = False
 
     @staticmethod
     def __new__(cls: type, local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> TorchDTensor:
+        """Check, then wrap."""
         layout.check_shape(shape, "DTensor")
         spec = spec_of(layout, shape)
         if spec.local_shape is not None and tuple(local.shape) != spec.local_shape:
@@ -134,7 +139,7 @@ class TorchDTensor(DTensor, torch.Tensor):
         return cls.__torch_function__(func, types, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise OperandError(
             f"{func}: a DTensor got past the function level into the dispatcher. Run the code around it with "
             "local_map, or pass it x.to_local()."
@@ -247,7 +252,7 @@ class TorchDTensor(DTensor, torch.Tensor):
         """Device of the local tensor."""
         return self._local.device
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         """Global shape, or the size of one dim."""
         return self._spec.shape if dim is None else self._spec.shape[dim]
 
@@ -261,16 +266,17 @@ class TorchDTensor(DTensor, torch.Tensor):
 
     nelement = numel
 
-    def stride(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def stride(self, dim: int | None = None) -> Any:
         """Strides a full tensor would have whose dims lie in memory in the order of the local ones."""
-        order = sorted(range(self.ndim), key=lambda d: (-self._local.stride(d), d))
+        local = self._local.stride()
+        order = sorted(range(self.ndim), key=lambda d: (-local[d], d))
         strides, step = [0] * self.ndim, 1
         for d in reversed(order):
             strides[d] = step
             step *= max(self.shape[d], 1)
         return tuple(strides) if dim is None else strides[dim]
 
-    def is_contiguous(self, memory_format: Any = torch.contiguous_format) -> bool:  # type: ignore[override]
+    def is_contiguous(self, memory_format: Any = torch.contiguous_format) -> bool:
         """Whether the local tensor is."""
         return self._local.is_contiguous(memory_format=memory_format)
 
@@ -286,6 +292,11 @@ class TorchDTensor(DTensor, torch.Tensor):
         """Whether the elements are complex numbers."""
         return self._local.is_complex()
 
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        """Whether the local tensor is."""
+        return self._local.is_sparse
+
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("len() of a 0-d tensor")
@@ -297,7 +308,7 @@ class TorchDTensor(DTensor, torch.Tensor):
     def __hash__(self) -> int:
         return id(self)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"DTensor(shape={tuple(self.shape)}, layout={self.layout}, mesh={self.device_mesh}, "
@@ -343,8 +354,22 @@ class TorchDTensor(DTensor, torch.Tensor):
         self._memo = None
         return self._local
 
+    def _pin_for_gradient(self, what: str) -> torch.Tensor:
+        """As `_pin`, for something that must see all of the gradient: earlier uses would go past it."""
+        if self._origin is not None and (self._memo or self._is_bypassed):
+            raise OperandError(
+                f"{what} of DTensor {tuple(self.shape)} {self.layout}: this result of a redistribute was already used, "
+                f"and those uses would be missed. Call {what} before the first use."
+            )
+        return self._pin()
+
+    def _root(self) -> TorchDTensor:
+        """This tensor as the start of a backward pass: a pending extreme is finished, to know whose it is."""
+        extreme = tuple(axis for axis, op in self.layout.partial if not op.is_linear)
+        return self.redistribute(layout=self.layout.without_partial(*extreme)) if extreme else self
+
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether gradients flow to or through this tensor."""
         return self._local.requires_grad or self._origin is not None
 
@@ -352,7 +377,7 @@ class TorchDTensor(DTensor, torch.Tensor):
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
-    def requires_grad_(self, requires_grad: bool = True) -> TorchDTensor:  # type: ignore[override]
+    def requires_grad_(self, requires_grad: bool = True) -> TorchDTensor:
         """Switch gradients on or off, in place."""
         self._local.requires_grad_(requires_grad)
         self._memo = None
@@ -360,11 +385,18 @@ class TorchDTensor(DTensor, torch.Tensor):
             _base.requires_grad.__set__(self, requires_grad)  # type: ignore[attr-defined]
         return self
 
-    @property
-    def grad(self) -> TorchDTensor | None:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def grad(self) -> TorchDTensor | None:
         """The gradient, laid out as the tensor is (pending reductions done)."""
         grad = self._local.grad
-        return None if grad is None else wrap(grad, self._grad_spec())
+        if grad is None:
+            self._grad_wrapper = None
+            return None
+        # Optimizers read it several times per step.
+        found = self._grad_wrapper
+        if found is None or found._local is not grad:
+            found = self._grad_wrapper = wrap(grad, self._grad_spec())
+        return found
 
     @grad.setter
     def grad(self, value: TorchDTensor | None) -> None:
@@ -372,11 +404,12 @@ class TorchDTensor(DTensor, torch.Tensor):
             raise OperandError(
                 "x.grad = ...: x is a DTensor, the gradient a plain tensor. Assign a DTensor with the layout of x."
             )
+        self._grad_wrapper = None
         self._local.grad = None if value is None else value.redistribute(layout=self._grad_spec().layout)._local
 
     @grad.deleter
     def grad(self) -> None:
-        self._local.grad = None
+        self._grad_wrapper = self._local.grad = None
 
     def _grad_spec(self) -> Spec:
         layout = self._spec.layout
@@ -399,10 +432,10 @@ class TorchDTensor(DTensor, torch.Tensor):
 
     def retain_grad(self) -> None:
         """Keep the gradient of a non-leaf in `grad`."""
-        self._pin().retain_grad()
+        self._pin_for_gradient("retain_grad").retain_grad()
 
-    @property
-    def data(self) -> TorchDTensor:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def data(self) -> TorchDTensor:
         """The same values outside of the graph."""
         if getattr(self._local, "reduced_hooks", None) is not None:
             # `fully_shard` gathers anew what was changed, which a write through `.data` would not show.
@@ -414,7 +447,7 @@ class TorchDTensor(DTensor, torch.Tensor):
         if not isinstance(value, TorchDTensor):
             raise OperandError("x.data = ...: x is a DTensor, the value a plain tensor. Assign a DTensor.")
         self._local.data = value._local
-        self._spec, self._origin, self._memo = value._spec, None, None
+        self._spec, self._origin, self._memo, self._grad_wrapper = value._spec, None, None, None
 
     def detach(self) -> TorchDTensor:
         """The same values outside of the graph."""
@@ -426,7 +459,7 @@ class TorchDTensor(DTensor, torch.Tensor):
         self._local.detach_()
         return self
 
-    def backward(  # type: ignore[override]
+    def backward(
         self,
         gradient: TorchDTensor | None = None,
         retain_graph: bool | None = None,
@@ -444,22 +477,33 @@ class TorchDTensor(DTensor, torch.Tensor):
         if inputs is not None:
             inputs = [inputs] if isinstance(inputs, torch.Tensor) else inputs
             inputs = [i._local if isinstance(i, TorchDTensor) else i for i in inputs]
-        self.local().backward(self.seed_gradient(gradient), retain_graph, create_graph, inputs=inputs)
+        root, seed = self.root_and_seed(gradient)
+        root.backward(seed, retain_graph, create_graph, inputs=inputs)
 
-    def seed_gradient(self, gradient: torch.Tensor | None) -> torch.Tensor:
-        """The local gradient to start a backward pass from, for a global `gradient` (default: ones)."""
+    def root_and_seed(self, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where a backward pass from this tensor starts, and with what, for a global `gradient` (default: ones)."""
+        with torch.enable_grad():
+            x = self._root()
+            return x.local(), x._seed(gradient)
+
+    def _seed(self, gradient: torch.Tensor | None) -> torch.Tensor:
         spec, factor = self._grad_spec(), avg_factor(self._spec.layout)
         if gradient is None:
             if self.numel() != 1:
                 raise RuntimeError("grad can be implicitly created only for scalar outputs")
             local = torch.ones_like(self._local)
+        elif gradient.shape != self.shape:
+            raise ShapeError(
+                f"backward from a DTensor of shape {tuple(self.shape)}: the gradient has shape "
+                f"{tuple(gradient.shape)}. Pass one of the same global shape."
+            )
         elif isinstance(gradient, TorchDTensor):
             local = gradient.redistribute(layout=spec.layout).local()
         else:
             local = _piece(gradient, spec)
         return local if factor == 1 else local / factor
 
-    def register_hook(self, hook: Callable[[TorchDTensor], TorchDTensor | None]) -> Any:  # type: ignore[override]
+    def register_hook(self, hook: Callable[[TorchDTensor], TorchDTensor | None]) -> Any:
         """Call `hook` with the gradient (a DTensor) whenever one is computed; it may return another."""
         spec = self._grad_spec()
 
@@ -470,9 +514,11 @@ class TorchDTensor(DTensor, torch.Tensor):
             return None if out is None else out.redistribute(layout=spec.layout)._local
 
         reduced = getattr(self._local, "reduced_hooks", None)
-        return self._pin().register_hook(on_local) if reduced is None else reduced.add("before", on_local)
+        if reduced is not None:
+            return reduced.add("before", on_local)
+        return self._pin_for_gradient("register_hook").register_hook(on_local)
 
-    def register_post_accumulate_grad_hook(self, hook: Callable[[TorchDTensor], None]) -> Any:  # type: ignore[override]
+    def register_post_accumulate_grad_hook(self, hook: Callable[[TorchDTensor], None]) -> Any:
         """Call `hook` with this leaf after its gradient was accumulated."""
         itself = weakref.ref(self)
 
@@ -527,6 +573,7 @@ class TorchDTensor(DTensor, torch.Tensor):
             if any(not op.is_linear for _, op in spec.layout.partial):
                 out._local = move(self.local(), spec.layout, target, spec.shape)
             else:
+                self._is_bypassed = True
                 out._origin = self._origin or (anchor(self._local), spec.layout)
                 with _no_torch_function():
                     _base.requires_grad.__set__(out, True)  # type: ignore[attr-defined]
@@ -624,7 +671,7 @@ class TorchDTensor(DTensor, torch.Tensor):
         return _rebuild, (local, self.layout, tuple(self.shape), self.requires_grad, extra)
 
 
-_OWN_ATTRIBUTES = frozenset(("_local", "_spec", "_origin", "_memo", "_is_native"))
+_OWN_ATTRIBUTES = frozenset(("_local", "_spec", "_origin", "_memo", "_grad_wrapper", "_is_bypassed", "_is_native"))
 
 
 def _rebuild(

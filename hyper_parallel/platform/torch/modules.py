@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -76,21 +76,31 @@ def _hook_io(child: nn.Module, name: str, mesh: DeviceMesh, plan: ShardingPlan) 
     style = plan.style_of(name)
     if style.inputs is not None:
 
-        def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(_arrange(args, style.inputs, mesh, f'input of "{name}"'))
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            specs = style.inputs
+            if isinstance(specs, Mapping):
+                specs = [*(None for _ in args), *(specs.get(key) for key in kwargs)]
+            arranged = _arrange((*args, *kwargs.values()), specs, mesh, f'input of "{name}"')
+            return tuple(arranged[: len(args)]), dict(zip(kwargs, arranged[len(args) :], strict=True))
 
-        child.register_forward_pre_hook(before)
+        child.register_forward_pre_hook(before, with_kwargs=True)
     if style.outputs is not None:
 
         def after(_: nn.Module, args: Any, out: Any) -> Any:
+            what, specs = f'output of "{name}"', style.outputs
             if isinstance(out, torch.Tensor):
-                return _arrange((out,), style.outputs, mesh, f'output of "{name}"')[0]
-            return type(out)(_arrange(out, style.outputs, mesh, f'output of "{name}"'))
+                return _arrange((out,), specs, mesh, what)[0]
+            if isinstance(out, Mapping):
+                if isinstance(specs, Mapping):
+                    specs = [specs.get(key) for key in out]
+                return type(out)(**dict(zip(out, _arrange(out.values(), specs, mesh, what), strict=True)))
+            arranged = _arrange(out, specs, mesh, what)
+            return type(out)(*arranged) if hasattr(out, "_fields") else type(out)(arranged)
 
         child.register_forward_hook(after)
 
 
-def _arrange(values: Sequence[Any], specs: Any, mesh: DeviceMesh, what: str) -> list[Any]:
+def _arrange(values: Iterable[Any], specs: Any, mesh: DeviceMesh, what: str) -> list[Any]:
     """Tensors redistributed as the plan says: a list has one entry per value, anything else is for the first tensor."""
     out = list(values)
     if not isinstance(specs, list):

@@ -18,6 +18,7 @@ from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.shard.factor_rule import FactorRule, parse_rule
 from hyper_parallel.core.shard.propagation import Resolution, resolve
+from hyper_parallel.core.shard.rules.attention import attention
 from hyper_parallel.core.shard.rules.matmul import LINEAR_LAYER, matmul
 from hyper_parallel.core.shard.rules.pointwise import Linearity, pointwise
 from hyper_parallel.core.shard.rules.reduction import reduction, rowwise, trailing
@@ -316,3 +317,39 @@ def test_all_ranks_choose_alike_whatever_their_hash_seed() -> None:
     ]
     assert outputs[0].count("\n") == 40
     assert outputs[0] == outputs[1]
+
+
+def test_ragged_sizes_hold_only_where_the_splits_before_are_the_same() -> None:
+    """(3, 5) rows cut over "a" mean nothing for what "b" leaves of the dim."""
+    mesh = DeviceMesh.grid(a=2, b=2)
+    ragged = mesh.layout(None).with_dim(0, "a", {"a": (3, 5)})
+    rule, shapes = pointwise([(8,), (8,)], Linearity.SUM), [(8,), (8,)]
+    assert resolve(rule, [ragged, mesh.layout(None)], shapes).outputs[0] is ragged
+    assert resolve(rule, [mesh.layout(None), ragged], shapes).outputs[0] is ragged
+    both = resolve(rule, [mesh.layout("b"), ragged], shapes)
+    assert both.targets == (mesh.layout(("b", "a")),) * 2
+    behind = Layout(mesh, [("a", "b")], ragged={"a": (3, 5)})
+    assert resolve(rule, [ragged, behind], shapes).outputs[0] is behind
+    check(rule, shapes, [mesh.layout("b"), ragged])
+    check(rule, shapes, [ragged, behind])
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "query_dims", "key_dims", "expected"),
+    [
+        (8, 2, "tp", "tp", "[-, -, -, -]"),  # two key heads cannot be cut for eight ranks
+        (8, 2, None, "tp", "[-, -, -, -]"),
+        (16, 8, "tp", "tp", "[-, tp, -, -]"),
+        (16, 8, "tp", None, "[-, tp, -, -]"),
+        (8, 8, "tp", "tp", "[-, tp, -, -]"),
+        (3, 3, "tp", "tp", "[-, tp, -, -]"),  # equal counts may be uneven
+    ],
+)
+def test_grouped_attention_keeps_heads_together(
+    heads: int, key_heads: int, query_dims: str | None, key_dims: str | None, expected: str
+) -> None:
+    query, key = (2, heads, 16, 4), (2, key_heads, 16, 4)
+    layouts = [DEEP.layout(None, dims, None, None) for dims in (query_dims, key_dims, key_dims)]
+    rule = attention(query, key, key, None, is_causal=True, layouts=layouts)
+    found = resolve(rule, layouts, [query, key, key])
+    assert [str(t) for t in (*found.targets, *found.outputs)] == [expected] * 4

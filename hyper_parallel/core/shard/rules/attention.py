@@ -12,7 +12,7 @@ Shape = Sequence[int]
 
 
 def attention(
-    query: Shape, key: Shape, value: Shape, mask: Shape | None, *, is_causal: bool, layout: Layout
+    query: Shape, key: Shape, value: Shape, mask: Shape | None, *, is_causal: bool, layouts: Sequence[Layout]
 ) -> FactorRule:
     """`(..., H, Q, D), (..., H', K, D), (..., H', K, E) -> (..., H, Q, E)`; H' may divide H (grouped queries).
 
@@ -22,7 +22,8 @@ def attention(
         value: Shape of the values.
         mask: Shape of the mask, broadcast against (..., H, Q, K), or None.
         is_causal: Rows are then tied to their position, so queries must be whole.
-        layout: Layout of the queries: heads stay split only where it cuts both head counts evenly.
+        layouts: Layouts of queries, keys and values: with grouped queries heads stay split only where every axis that
+            splits some of them cuts both head counts evenly.
     """
     num_lead = len(query) - 3
     lead = tuple(f"b{i}" for i in range(max(num_lead, 0)))
@@ -31,9 +32,9 @@ def attention(
     if is_causal:
         factors["q"] = WHOLE
     if has_heads and query[-3] != key[-3]:
-        axes = layout.dims[-3]
-        parts = layout.mesh.num_ranks(axes)
-        if query[-3] % parts or key[-3] % parts:
+        axes = {axis: None for layout in layouts for axis in layout.dims[-3]}
+        parts = layouts[0].mesh.num_ranks(tuple(axes))
+        if query[-3] % parts or key[-3] % parts or any(layout.ragged for layout in layouts):
             factors["h"] = WHOLE
     heads = ("h",) if has_heads else ()
     operands = [

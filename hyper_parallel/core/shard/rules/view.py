@@ -65,13 +65,13 @@ def _groups(shape: Shape, new_shape: Shape) -> list[tuple[list[int], list[int]]]
         while common < min(len(shape), len(new_shape)) and shape[common] == new_shape[common]:
             common += 1
         head = [([i], [i]) for i in range(common)]
-        rest = (list(range(common, len(shape))), [])
+        rest: tuple[list[int], list[int]] = (list(range(common, len(shape))), [])
         return [*head, rest] if rest[0] else head
     if tuple(shape) == tuple(new_shape):
         return [([i], [i]) for i in range(len(shape))]
     ins = [i for i, size in enumerate(shape) if size != 1]
     outs = [j for j, size in enumerate(new_shape) if size != 1]
-    groups = []
+    groups: list[tuple[list[int], list[int]]] = []
     a = b = 0
     while a < len(ins) and b < len(outs):
         left, right = [ins[a]], [outs[b]]
@@ -87,7 +87,7 @@ def _groups(shape: Shape, new_shape: Shape) -> list[tuple[list[int], list[int]]]
                 right.append(outs[b])
                 b += 1
         groups.append((left, right))
-    ones = [([i], []) for i, size in enumerate(shape) if size == 1]
+    ones: list[tuple[list[int], list[int]]] = [([i], []) for i, size in enumerate(shape) if size == 1]
     return groups + ones
 
 

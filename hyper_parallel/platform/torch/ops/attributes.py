@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.core.errors import OperandError
 from hyper_parallel.platform.torch.dispatch import HANDLERS, register
 from hyper_parallel.platform.torch.dtensor import TorchDTensor
 
-_OF_LOCAL = ["is_cuda", "is_cpu", "is_sparse", "is_sparse_csr", "is_quantized", "is_meta", "is_nested", "is_mkldnn", "is_mps", "is_xpu", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "is_xla", "names", "output_nr", "_version", "itemsize", "volatile", "is_hpu"]
+_OF_LOCAL = (
+    "is_cuda is_cpu is_sparse is_sparse_csr is_quantized is_meta is_nested is_mkldnn is_mps is_xpu "
+    "is_vulkan is_ipu is_maia is_mtia is_xla names output_nr _version itemsize volatile is_hpu"
+)
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
@@ -36,7 +40,7 @@ def _matrix_transposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return args[0].transpose(-2, -1)
 
 
-for _name in _OF_LOCAL:
+for _name in _OF_LOCAL.split():
     if hasattr(torch.Tensor, _name):
         HANDLERS[getattr(torch.Tensor, _name).__get__] = _on_local
 HANDLERS[torch.Tensor.nbytes.__get__] = _nbytes  # type: ignore[attr-defined]
@@ -80,15 +84,27 @@ def _autograd_grad(
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     given = (None,) * len(outputs) if grad_outputs is None else grad_outputs
     given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
-    seeds = [o.seed_gradient(g) if isinstance(o, TorchDTensor) else g for o, g in zip(outputs, given, strict=True)]
-    roots = [o.local() if isinstance(o, TorchDTensor) else o for o in outputs]
+    roots, seeds = _roots_and_seeds(outputs, given)
     nodes = [_nodes_of(x) for x in inputs]
     flat = [node for group in nodes for node, _ in group]
-    through_several = any(isinstance(x, TorchDTensor) and x._origin is not None for x in inputs)
-    if through_several:
-        options = {**options, "allow_unused": True}
+    allow_unused = options.pop("allow_unused", None) or options.get("materialize_grads", False)
+    if any(isinstance(x, TorchDTensor) and x._origin is not None for x in inputs):
+        options["allow_unused"] = True
+    else:
+        options["allow_unused"] = allow_unused
     grads = iter(torch.autograd.grad(roots, flat, seeds, retain_graph, create_graph, **options))
-    return tuple(_combine(x, [(next(grads), c) for _, c in group]) for x, group in zip(inputs, nodes, strict=True))
+    out = tuple(_combine(x, [(next(grads), c) for _, c in group]) for x, group in zip(inputs, nodes, strict=True))
+    if not allow_unused and any(grad is None for grad in out):
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if "
+            "this is the desired behavior."
+        )
+    return out
+
+
+def _roots_and_seeds(tensors: tuple[torch.Tensor, ...], given: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[Any]]:
+    pairs = [t.root_and_seed(g) if isinstance(t, TorchDTensor) else (t, g) for t, g in zip(tensors, given, strict=True)]
+    return [root for root, _ in pairs], [seed for _, seed in pairs]
 
 
 def _nodes_of(x: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
@@ -96,6 +112,11 @@ def _nodes_of(x: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
         return [(x, None)]
     if x._origin is None:
         return [(x._local, x.layout.cotangent)]
+    if x._is_bypassed:
+        raise OperandError(
+            f"autograd.grad for DTensor {tuple(x.shape)} {x.layout}: it came out of a redistribute and went into "
+            "another, which joined the two. Ask for the gradient of the first one's input."
+        )
     x.local()
     return [(node, cotangent) for cotangent, (_, node) in (x._memo or {}).items()]
 
@@ -103,7 +124,7 @@ def _nodes_of(x: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
 def _combine(x: torch.Tensor, grads: list[tuple[torch.Tensor | None, Any]]) -> Any:
     if not isinstance(x, TorchDTensor):
         return grads[0][0]
-    total = None
+    total: Any = None
     for grad, cotangent in grads:
         if grad is not None:
             part = TorchDTensor(grad, cotangent, x.shape).redistribute(layout=x.layout.cotangent)
@@ -121,6 +142,5 @@ def _autograd_backward(
     tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
     given = (None,) * len(tensors) if grad_tensors is None else grad_tensors
     given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
-    seeds = [t.seed_gradient(g) if isinstance(t, TorchDTensor) else g for t, g in zip(tensors, given, strict=True)]
-    roots = [t.local() if isinstance(t, TorchDTensor) else t for t in tensors]
+    roots, seeds = _roots_and_seeds(tensors, given)
     torch.autograd.backward(roots, seeds, retain_graph, create_graph, **options)

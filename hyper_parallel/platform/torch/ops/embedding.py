@@ -21,7 +21,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Rule:
-    """Rows of `weight`; a rank that holds part of the rows gives zeros for the others, so the output is a pending sum."""
+    """Rows of `weight`; a rank that holds part of them gives zeros for the others: the output is a pending sum."""
     if max_norm is not None or scale_grad_by_freq or sparse:
         raise NoRuleError(
             "embedding(max_norm, scale_grad_by_freq or sparse): these look at the whole table. Run it with local_map."
@@ -39,10 +39,12 @@ def _embed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resolved: R
     start, stop = spec.layout.box(spec.shape, spec.layout.mesh.get_rank())[0]
     here = (index >= start) & (index < stop)
     if stop == start:
-        return weight.new_zeros(*index.shape, weight.shape[1]) + weight.sum()
+        # A row to look up for nothing, so that this rank too refuses an index that no rank has.
+        weight = torch.cat((weight, weight.new_zeros(1, weight.shape[1])))
     if padding_idx is not None:
         padding_idx = padding_idx % spec.shape[0]
         padding_idx = padding_idx - start if start <= padding_idx < stop else None
-    local_index = torch.where(here, index - start, 0)
+    known = (index >= 0) & (index < spec.shape[0])
+    local_index = torch.where(here, index - start, torch.where(known, 0, spec.shape[0]))
     rows = torch.nn.functional.embedding(local_index, weight, padding_idx)
     return rows * here.unsqueeze(-1)

@@ -37,6 +37,14 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchDTens
     return wrap(func(x._local.detach(), spec.local_shape, *values, **kwargs), spec)
 
 
+@handles("new_tensor")
+def _new_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchDTensor:
+    """A tensor of given values, a copy on all ranks."""
+    x = args[0]
+    local = func(x._local.detach(), *args[1:], **kwargs)
+    return wrap(local, spec_of(as_layout(None, x.device_mesh, local.dim()), local.shape))
+
+
 def factory(
     name: str,
     size: Sequence[int],

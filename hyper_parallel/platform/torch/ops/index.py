@@ -8,11 +8,19 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.core.errors import NoRuleError
+from hyper_parallel.core.errors import LayoutError, NoRuleError, OperandError
 from hyper_parallel.core.shard.factor_rule import LINEAR, ONE, WHOLE, FactorRule, with_broadcast
 from hyper_parallel.core.shard.rules.reduction import rowwise
 from hyper_parallel.core.shard.rules.view import select_dims
-from hyper_parallel.platform.torch.dispatch import Rule, ShardedOp, register, sharded
+from hyper_parallel.platform.torch.dispatch import (
+    Rule,
+    ShardedOp,
+    TorchDTensor,
+    adopt,
+    describe,
+    register,
+    sharded,
+)
 
 
 @sharded("cat concat concatenate")
@@ -130,7 +138,9 @@ def _advanced(
     ndim = max(i.ndim for i in indices)
     picked = tuple(f".{i}" for i in range(ndim, 0, -1))
     operands = [picked[ndim - i.ndim :] for i in indices]
-    where = [i for i, part in enumerate(parts) if isinstance(part, (torch.Tensor, int)) and not isinstance(part, bool)]
+    # Ints are taken out first, as slices of size 1: they neither join index tensors nor part them.
+    kept = [part for part in parts if isinstance(part, torch.Tensor) or not isinstance(part, int)]
+    where = [i for i, part in enumerate(kept) if isinstance(part, torch.Tensor)]
     if where[-1] - where[0] + 1 != len(where):
         insert = 0
     output[insert:insert] = picked
@@ -162,21 +172,43 @@ register("__getitem__", _Getitem(_getitem))
 def _setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """`x[index] = value`: where the index takes whole dims only, each rank writes its part."""
     x, index, value = args
-    target = x[index]
-    if target.layout is not x.layout and x.layout.sharded_axes and target.layout != _kept(x, target):
-        raise NoRuleError(
-            f"x[...] = value with x {tuple(x.shape)} {x.layout}: the index cuts a sharded dim. Redistribute x first, "
-            "or build the result with torch.where."
+    if not isinstance(x, TorchDTensor):
+        raise OperandError(
+            f"x[...] = ... with a plain {describe(x)}: its index or value is a DTensor. Spread x with "
+            "distribute_tensor, or use full_tensor() of the other."
         )
-    local = x._pin()
+    if x.layout.partial:
+        raise LayoutError(
+            f"x[...] = ...: {describe(x)} is pending and cannot be changed in place. Redistribute it first."
+        )
+    index = adopt(index, x.device_mesh, func, args)
+    if x.layout.sharded_axes:
+        _refuse_cut(x, index)
     if isinstance(value, torch.Tensor):
-        value = torch.empty_like(target).copy_(value)._local
-    local[index] = value
+        # Laid out as what it replaces.
+        replaced: Any = torch.empty_like(x.detach()[index])
+        value = replaced.copy_(value)._local
+    x._pin()[_whole_index(index)] = value
 
 
-def _kept(x: Any, target: Any) -> Any:
-    """The layout of `target` if indexing moved nothing: all axes of `x` still split it."""
-    return target.layout if target.layout.sharded_axes == x.layout.sharded_axes else None
+def _whole_index(index: Any) -> Any:
+    """An index whose tensors are plain and whole."""
+    if isinstance(index, tuple):
+        return tuple(_whole_index(part) for part in index)
+    return index.full_tensor() if isinstance(index, TorchDTensor) else index
+
+
+def _refuse_cut(x: TorchDTensor, index: Any) -> None:
+    """Refuse an index that takes a part of a sharded dim: the ranks would need different ones."""
+    parts = [p for p in (index if isinstance(index, tuple) else (index,)) if p is not None]
+    if any(isinstance(p, torch.Tensor) and p.dtype == torch.bool for p in parts):
+        parts = [0] * x.ndim
+    for dim, part in enumerate(_fill_ellipsis(parts, x.ndim)):
+        if part != slice(None) and x.layout.dims[dim]:
+            raise NoRuleError(
+                f"x[...] = value with x {tuple(x.shape)} {x.layout}: the index cuts dim {dim}, which is sharded. "
+                "Redistribute x first, or build the result with torch.where."
+            )
 
 
 register("__setitem__", _setitem)

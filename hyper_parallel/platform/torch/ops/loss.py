@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.shard.rules.index import cross_entropy as cross_entropy_rule
-from hyper_parallel.platform.torch.autograd import transfer
+from hyper_parallel.platform.torch.autograd import move, transfer
 from hyper_parallel.platform.torch.dispatch import (
+    NoRuleError,
     Resolved,
     Rule,
     ShardedOp,
@@ -56,14 +57,13 @@ def _local_losses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reso
         scaled = log_probs * picked if mine is None else log_probs * picked * mine
         return -split.sum(scaled.sum(-1))
     here = (target >= start) & (target < stop) & (target != ignore_index)
-    index = torch.where(here, target - start, 0)
-    zero = log_probs.new_zeros(())
-    if stop > start:
-        taken = torch.where(here, log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1), zero)
-    else:
-        taken = log_probs.sum(-1)
-    losses = -split.sum(taken)
     valid = target != ignore_index
+    known = ((target >= 0) & (target < spec.shape[class_dim])) | ~valid
+    # A class that no rank has is out of range here too; so is it where there is but the one column put in for none.
+    index = torch.where(here, target - start, torch.where(known, 0, spec.shape[class_dim]))
+    columns = log_probs if stop > start else F.pad(log_probs, (0, 1))
+    zero = log_probs.new_zeros(())
+    losses = -split.sum(torch.where(here, columns.gather(-1, index.unsqueeze(-1)).squeeze(-1), zero))
     if weight is not None:
         losses = losses * weight[torch.where(valid, target, 0)]
     if label_smoothing:
@@ -84,19 +84,11 @@ class Split:
         whole = Layout(self.mesh, ((),) * rows.dim())
         return transfer(rows, whole.with_partial(*self.axes, op=op), whole, tuple(rows.shape))
 
-    def sum(self, rows: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks; every rank's gradient is the whole one."""
-        return _SumOverRanks.apply(rows, self)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, split: Split) -> torch.Tensor:  # type: ignore[override]
-        return split.reduce(rows, "sum")
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return grad, None
+    def sum(self, rows: torch.Tensor, *, for_parts: bool = False) -> torch.Tensor:
+        """The sum over ranks. `for_parts`: each rank goes on to use it with its own part of the classes."""
+        whole = Layout(self.mesh, ((),) * rows.dim())
+        pending = whole.with_partial(*self.axes)
+        return move(rows, pending, whole, tuple(rows.shape), pending if for_parts else None)
 
 
 class _SplitLogSoftmax(torch.autograd.Function):
@@ -106,15 +98,10 @@ class _SplitLogSoftmax(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, rows: torch.Tensor, layout: Layout, shape: tuple[int, ...], class_dim: int
-    ) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, layout: Layout, shape: tuple[int, ...], class_dim: int) -> torch.Tensor:
         split = Split(layout, layout.dims[class_dim])
         wide = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
-        if wide.shape[-1]:
-            top = wide.amax(-1)
-        else:
-            top = wide.new_full(wide.shape[:-1], -torch.inf)
+        top = wide.amax(-1) if wide.shape[-1] else wide.new_full(wide.shape[:-1], -torch.inf)
         shifted = wide - split.reduce(top, "max").unsqueeze(-1)
         total = split.reduce(shifted.exp().sum(-1), "sum")
         out = shifted - total.log().unsqueeze(-1)
@@ -123,9 +110,9 @@ class _SplitLogSoftmax(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (out,) = ctx.saved_tensors
-        total = ctx.split.reduce(grad.sum(-1), "sum")
+        total = ctx.split.sum(grad.sum(-1), for_parts=True)
         return (grad - out.exp() * total.unsqueeze(-1)).to(ctx.dtype), None, None, None
 
 
@@ -195,8 +182,25 @@ def nll_loss(input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: 
 
 def _mse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Squared or absolute error, reduced over the whole tensor."""
-    reduction = kwargs.get("reduction", "mean")
-    difference = args[0] - args[1]
+    return _error(func, *args, **kwargs)
+
+
+def _error(
+    func: Any,
+    input: Any,
+    target: Any,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+    weight: Any = None,
+) -> Any:
+    if weight is not None:
+        raise NoRuleError(
+            f"{func.__name__} with weight: it has no rule. Multiply the errors of reduction='none' by it."
+        )
+    if size_average is not None or reduce is not None:
+        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
+    difference = input - target
     errors = difference.abs() if func.__name__ == "l1_loss" else difference * difference
     return errors if reduction == "none" else errors.mean() if reduction == "mean" else errors.sum()
 

@@ -43,6 +43,6 @@ def sdpa(
         value.shape,
         None if attn_mask is None else attn_mask.shape,
         is_causal=is_causal,
-        layout=query.layout,
+        layouts=(query.layout, key.layout, value.layout),
     )
     return Rule(rule, call=random_call if dropout_p > 0 else None)

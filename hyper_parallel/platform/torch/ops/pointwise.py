@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.shard.rules.pointwise import Linearity
 from hyper_parallel.core.shard.rules.pointwise import pointwise as pointwise_rule
 from hyper_parallel.platform.torch.dispatch import (
@@ -14,13 +15,28 @@ from hyper_parallel.platform.torch.dispatch import (
     Rule,
     ShardedOp,
     TorchDTensor,
+    handles,
     register,
     sharded,
+    spec_of,
     tensors_in,
+    wrap,
 )
 
-NONLINEAR = ["abs", "absolute", "acos", "acosh", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "deg2rad", "digamma", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "fix", "floor", "frac", "lgamma", "log", "log10", "log1p", "log2", "logit", "positive", "rad2deg", "reciprocal", "round", "rsqrt", "sgn", "sigmoid", "sign", "sin", "sinc", "sinh", "sqrt", "square", "tan", "tanh", "trunc", "relu", "relu6", "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu", "softplus", "softsign", "hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "tanhshrink", "threshold", "nan_to_num", "clamp", "clip", "clamp_min", "clamp_max", "pow", "float_power", "atan2", "fmod", "remainder", "floor_divide", "maximum", "minimum", "fmax", "fmin", "hypot", "copysign", "logaddexp", "where", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "greater", "less", "not_equal", "isnan", "isinf", "isfinite", "isclose", "signbit", "logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift", "lerp", "addcmul", "addcdiv", "heaviside", "xlogy", "__pow__", "__rpow__", "__rdiv__", "__floordiv__", "__rfloordiv__", "__mod__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__", "__xor__", "__invert__", "__rand__", "__ror__", "__rxor__", "__lshift__", "__rshift__", "binary_cross_entropy_with_logits"]
-NONLINEAR.remove("binary_cross_entropy_with_logits")
+NONLINEAR = (
+    "abs absolute acos acosh asin asinh atan atanh ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 "
+    "fix floor frac lgamma log log10 log1p log2 logit positive rad2deg reciprocal round rsqrt sgn sigmoid sign "
+    "sin sinc sinh sqrt square tan tanh trunc relu relu6 gelu silu mish elu selu celu leaky_relu softplus "
+    "softsign hardtanh hardswish hardsigmoid logsigmoid tanhshrink threshold nan_to_num clamp clip clamp_min "
+    "clamp_max pow float_power atan2 fmod remainder floor_divide maximum minimum fmax fmin hypot copysign "
+    "logaddexp where masked_fill eq ne lt le gt ge greater less not_equal isnan isinf isfinite isclose signbit "
+    "logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not "
+    "bitwise_left_shift bitwise_right_shift lerp addcmul addcdiv heaviside xlogy"
+)
+NONLINEAR_OPERATORS = (
+    "__pow__ __rpow__ __rdiv__ __floordiv__ __rfloordiv__ __mod__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
+    "__and__ __or__ __xor__ __invert__ __rand__ __ror__ __rxor__ __lshift__ __rshift__"
+)
 
 
 def elementwise(*args: Any, **kwargs: Any) -> Rule:
@@ -28,10 +44,8 @@ def elementwise(*args: Any, **kwargs: Any) -> Rule:
     return Rule(pointwise_rule([x.shape for x in tensors_in((*args, *kwargs.values()))]))
 
 
-register(" ".join(NONLINEAR), ShardedOp(elementwise, values=False))
-register(
-    " ".join(f"{name}_" for name in NONLINEAR if name[0] != "_"), ShardedOp(elementwise, values=False, in_place=True)
-)
+register(f"{NONLINEAR} {NONLINEAR_OPERATORS}", ShardedOp(elementwise, values=False))
+register(" ".join(f"{name}_" for name in NONLINEAR.split()), ShardedOp(elementwise, values=False, in_place=True))
 
 
 def added(input: Any, other: Any, *, alpha: Any = 1) -> Rule:
@@ -41,8 +55,18 @@ def added(input: Any, other: Any, *, alpha: Any = 1) -> Rule:
     return Rule(pointwise_rule((input.shape,), Linearity.AFFINE))
 
 
-ADDING = "add sub subtract rsub __radd__ __rsub__ __add__ __sub__"
-register(ADDING, ShardedOp(added, values=False))
+register("rsub __rsub__", ShardedOp(added, values=False))
+_add = ShardedOp(added, values=False)
+
+
+@handles("add sub subtract __radd__ __add__ __sub__")
+def _added(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Adding the int 0 changes nothing, so sums may stay pending: Python's `sum(losses)` begins with it."""
+    if len(args) == 2 and type(args[1]) is int and args[1] == 0:
+        return args[0].clone()
+    return _add(func, args, kwargs)
+
+
 register("add_ sub_ subtract_ __iadd__ __isub__", ShardedOp(added, values=False, in_place=True))
 
 
@@ -156,16 +180,12 @@ _copy_op = HANDLERS[torch.Tensor.copy_]
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`copy_`: a plain full tensor, alike on all ranks, fills a DTensor with this rank's part of it."""
     target, source = args[0], args[1]
-    if isinstance(target, TorchDTensor) and not isinstance(source, TorchDTensor):
-        source = source.expand(target.shape)
-        box = target.layout.box(target.shape, target.device_mesh.get_rank())
-        for dim, (start, stop) in enumerate(box):
-            source = source.narrow(dim, start, stop - start)
-        target._pin().copy_(source, **kwargs)
-        return target
     if not isinstance(target, TorchDTensor):
-        return target.copy_(source.full_tensor(), **kwargs)
-    return _copy_op(func, args, kwargs)
+        return target.copy_(source.full_tensor(), *args[2:], **kwargs)
+    if not isinstance(source, TorchDTensor):
+        whole = Layout(target.device_mesh, ((),) * source.dim())
+        source = wrap(source.to(target.device), spec_of(whole, source.shape))
+    return _copy_op(func, (target, source, *args[2:]), kwargs)
 
 
 register("copy_", _copy)
@@ -175,4 +195,5 @@ def _filled(input: Any, *args: Any) -> Rule:
     return Rule(pointwise_rule((input.shape,)))
 
 
-register("zero_ fill_", ShardedOp(_filled, values=False, in_place=True))
+register("fill_", ShardedOp(_filled, values=False, in_place=True))
+register("zero_", ShardedOp(same, in_place=True))
