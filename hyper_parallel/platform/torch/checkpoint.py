@@ -58,7 +58,7 @@ def shard_at(x: TorchDTensor, index: MetadataIndex) -> torch.Tensor:
     own = chunks(x)
     if not own or (index.offset is not None and own[0].offsets != index.offset):
         raise CheckpointError(
-            f'checkpoint tensor "{index.fqn}": this rank holds no chunk at {index.offset}. Load into the layout that was '
-            "planned for."
+            f'checkpoint tensor "{index.fqn}": this rank holds no chunk at {index.offset}. Load into the layout that '
+            "was planned for."
         )
     return x._local.detach()
