@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -416,6 +417,11 @@ def test_parameter() -> None:
     assert torch.equal(p.grad.full_tensor(), torch.full((5, 3), 2.0))
     (p * 2).sum().backward()
     assert torch.equal(p.grad.full_tensor(), torch.full((5, 3), 4.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the cycle that create_graph makes
+        (p * 2).sum().backward(create_graph=True)
+    # Now autograd has put another tensor in the place of the old one.
+    assert torch.equal(p.grad.full_tensor().detach(), torch.full((5, 3), 6.0))
     p.grad = None
     assert p.grad is None
     p.grad = distribute_tensor(noise(5, 3), mesh, [Shard(1)])
@@ -804,6 +810,8 @@ def test_wrong_arguments_are_refused_on_every_rank() -> None:
     )
     assert error_of(lambda: distribute_tensor(noise(5, 3), mesh, [Shard(2)]), LayoutError)
     assert error_of(lambda: x.redistribute(placements=[Shard(0), Shard(1)]), LayoutError)
+    x.mean()
+    assert "could not infer output dtype" in error_of(lambda: x.long().mean(), RuntimeError)
     assert "view to (4, 4)" in error_of(lambda: x.view(4, 4), ShapeError)
     with pytest.raises(RuntimeError, match="broadcast"):
         x + distribute_tensor(noise(4, 3), mesh)

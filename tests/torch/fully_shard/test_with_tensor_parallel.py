@@ -79,10 +79,18 @@ def wrapped(dp: int, tp: int, split_sequence: bool = False, **options: Any) -> T
     return wrap_gpt(model, mesh=whole["dp"], **options)
 
 
-def train(model: TinyGpt, dp: int, tp: int, first: int = 0, last: int = 3, optimizer: Any = None) -> Trace:
+def train(
+    model: TinyGpt,
+    dp: int,
+    tp: int,
+    first: int = 0,
+    last: int = 3,
+    optimizer: Any = None,
+    index: int | None = None,
+) -> Trace:
     """As `support.train`; data-parallel ranks get different rows, tensor-parallel ones the same."""
     trace = Trace()
-    rank = mesh(dp, tp).get_local_rank("dp")
+    rank = mesh(dp, tp).get_local_rank("dp") if index is None else index
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(first, last):
         ids, targets = (my_rows(t, rank, dp) for t in batch(step, ROWS))
@@ -121,6 +129,19 @@ def test_parity_on_2_tensor_parallel_ranks(dp: int, split_sequence: bool) -> Non
 @distributed(2)
 def test_parity_with_tensor_parallelism_only(split_sequence: bool) -> None:
     check_parity(1, 2, split_sequence)
+
+
+@pytest.mark.slow
+@distributed(8, timeout=120)
+def test_hsdp_over_tensor_parallelism_on_8_ranks() -> None:
+    expected = oracle(make_gpt(), steps=2)
+    whole = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    model = shard_module(make_gpt(), whole["tp"], plan(True), src_data_rank=None)
+    wrap_gpt(model, mesh=whole["replicate", "shard"])
+    assert model.blocks[0].up.weight.layout.dims[0] == ("tp", "shard")
+    index = 2 * whole.get_local_rank("replicate") + whole.get_local_rank("shard")
+    assert_same_trace(train(model, 4, 2, 0, 2, index=index), expected)
+    assert_sharded(model)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
