@@ -51,3 +51,39 @@ def test_release_destroys_the_groups_but_not_the_default_one() -> None:
     x = torch.ones(1)
     dist.all_reduce(x, group=pool.group((0, 1)))
     assert x.item() == 2
+
+
+@distributed(4, timeout=30)
+def test_ranks_that_are_in_different_numbers_of_groups_still_find_each_other() -> None:
+    rank = dist.get_rank()
+    for other in range(rank):
+        if other == 0:
+            pool.group((rank,))
+        dist.new_group([rank], use_local_synchronization=True)
+    for ranks in ((0, 1), (1, 2), (2, 3), (0, 3), (0, 1)):
+        if rank in ranks:
+            x = torch.ones(1)
+            dist.all_reduce(x, group=pool.group(ranks))
+            assert x.item() == 2
+
+
+@distributed(4, timeout=30)
+def test_redistributions_that_involve_some_ranks_only() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    one_row = torch.arange(4.0).reshape(1, 4)
+    x = distribute_tensor(one_row, mesh, mesh.layout("a", "b"), src_data_rank=None)
+    x = x.redistribute(layout=mesh.layout("a", None))
+    rows = torch.arange(16.0).reshape(8, 2)
+    y = distribute_tensor(rows, mesh, mesh.layout(("b", "a"), None), src_data_rank=None)
+    assert torch.equal(y.full_tensor(), rows)
+    assert torch.equal(x.full_tensor(), one_row)
+
+
+@distributed(2, timeout=30)
+def test_a_group_that_was_destroyed_is_made_again() -> None:
+    for _ in range(3):
+        x = torch.ones(1)
+        dist.all_reduce(x, group=pool.group((1, 0)))
+        assert x.item() == 2
+        dist.barrier()
+        dist.destroy_process_group(pool.group((1, 0)))

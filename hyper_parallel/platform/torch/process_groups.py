@@ -7,12 +7,14 @@ threads while the interpreter shuts down, which aborts the process now and then.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from hyper_parallel.core.bounded_cache import watch_cache
 from hyper_parallel.core.errors import CollectiveError
@@ -35,6 +37,7 @@ class GroupPool:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, ...], Callable[[], Any]] = {}
+        self._made: dict[tuple[int, ...], int] = {}
         self._world: Callable[[], Any] = _nothing
         self._lock = threading.Lock()
         self._created = 0
@@ -64,7 +67,9 @@ class GroupPool:
         if ranks == tuple(range(dist.get_world_size())):
             return world
         self._created += 1
-        return dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+        turn = self._made[ranks] = self._made.get(ranks, 0) + 1
+        with _named(f"hyper_parallel/{'_'.join(map(str, ranks))}/{turn}"):
+            return dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
 
     def _current_world(self) -> Any:
         if not dist.is_initialized():
@@ -76,6 +81,7 @@ class GroupPool:
         if world is not self._world():
             # Another job than the groups were made for: they went with it.
             self._groups.clear()
+            self._made.clear()
             self._world = weakref.ref(world)
         return world
 
@@ -93,6 +99,21 @@ class GroupPool:
     def info(self) -> GroupInfo:
         """Counts: groups held, groups ever created, look-ups that found one."""
         return GroupInfo(len(self._groups), self._created, self._hits)
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Give the group made inside a name that its members agree on.
+
+    With local synchronisation torch names a group by its ranks and the number of groups that this process has. Ranks
+    that are in different numbers of groups would wait for each other under different names, for ever.
+    """
+    before = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = before
 
 
 def _nothing() -> None:

@@ -14,25 +14,12 @@ import torch.distributed as dist
 
 from hyper_parallel import DTensor, Layout, init_device_mesh
 from hyper_parallel.core.errors import HyperParallelError
-from hyper_parallel.platform.torch.process_groups import pool
 
 AXES = ("a", "b", "c")
 
 
 def mesh_of(*sizes: int) -> Any:
     return init_device_mesh("cpu", sizes or (dist.get_world_size(),), mesh_dim_names=AXES[: max(len(sizes), 1)])
-
-
-def make_groups(mesh: Any) -> Any:
-    """Make all process groups of a mesh, on all ranks in one order; returns the mesh.
-
-    torch names a group after its ranks and the number of groups that the rank made before. A rank that had nothing to
-    do in an earlier step, since nobody of its group owns an element, has made fewer, and would wait for another name.
-    """
-    for num in range(1, mesh.ndim + 1):
-        for axes in itertools.permutations(mesh.axis_names, num):
-            pool.group(mesh.group_ranks(axes, dist.get_rank()))
-    return mesh
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -28,7 +28,7 @@ def sum_(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = Non
     return Rule(reduction(input.ndim, normal_dims(dim, input.ndim), keepdim))
 
 
-@sharded("mean")
+@sharded("mean", dtypes=True)
 def mean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Rule:
     """Mean over dims: a local sum over the number of elements of the whole tensor, so uneven shards count right."""
     dims = normal_dims(dim, input.ndim)
