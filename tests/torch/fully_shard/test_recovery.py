@@ -202,9 +202,10 @@ def test_methods_of_a_module_that_is_not_wrapped_say_so() -> None:
 @distributed(2)
 def test_forward_on_the_meta_device_names_the_parameter() -> None:
     with torch.device("meta"):
-        model = nn.Linear(4, 4)
+        model = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model[0], mesh=mesh_1d())
     fully_shard(model, mesh=mesh_1d())
-    with pytest.raises(ValueError, match=r"weight.*meta.*to_empty"):
+    with pytest.raises(ValueError, match=r'"0.weight".*meta.*to_empty'):
         model(torch.ones(1, 4))
 
 

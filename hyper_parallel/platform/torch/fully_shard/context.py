@@ -47,6 +47,7 @@ class RootContext:
     Attributes:
         order: The order of forward.
         is_last_backward: Whether the end of backward waits for all reductions.
+        creates_graph: Whether the backward pass is itself recorded, so that a later one needs the parameters again.
     """
 
     def __init__(self, root: ParamGroup, groups: list[ParamGroup]) -> None:
@@ -54,6 +55,7 @@ class RootContext:
         self._groups = [weakref.ref(group) for group in groups]
         self.order: ForwardOrder[ParamGroup] = ForwardOrder()
         self.is_last_backward = True
+        self.creates_graph = False
         self._pending: list[tuple[ParamGroup, UnitReduction]] = []
         self._tasks: list[int] = []
         self._put_off: list[tuple[ParamGroup, GroupCall]] = []
@@ -107,6 +109,8 @@ class RootContext:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             self._tasks.append(task)
+            # Only then does the engine record what it does.
+            self.creates_graph = torch.is_grad_enabled()
             torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self, task))
         self._finish_put_off(group)
         return task

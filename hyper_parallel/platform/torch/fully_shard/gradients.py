@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hyper_parallel.core.errors import ParamStateError
 from hyper_parallel.platform.torch.fully_shard.transfer import Reduction
 from hyper_parallel.platform.torch.process_groups import pool
 
@@ -79,6 +80,12 @@ class UnitCall:
         view = full.view_as(full)
 
         def collect(grad: torch.Tensor) -> torch.Tensor:
+            if torch.is_grad_enabled() and grad.requires_grad:
+                raise ParamStateError(
+                    f'backward(create_graph=True) to parameter "{self.unit.params[index].name}": its gradient is '
+                    "reduced over ranks and has no graph. Differentiate with respect to inputs only, or leave out "
+                    "fully_shard."
+                )
             if self.buffer is None:
                 self.buffer = self.carried() or GradBuffer(self.unit, self.dtype)
             self.buffer.add(index, grad)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -201,12 +202,14 @@ class ParamGroup:
         dtype = self.mp_policy.output_dtype
         if dtype is not None and out is not None:
             out = tree_map_only(torch.Tensor, lambda x: _cast(x, dtype), out)
-        hooked = call is not None and torch.is_grad_enabled() and self._watch(out, call)
-        if self._depth == 0 and (not self._left or out is None):
-            self._leave(keep=bool(hooked))
+        has_raised = out is None and sys.exc_info()[1] is not None
+        is_recorded = call is not None and torch.is_grad_enabled() and not has_raised
+        is_watched = is_recorded and self._watch(out, call)  # type: ignore[arg-type]
+        if self._depth == 0 and (not self._left or has_raised):
+            self._leave(is_recorded=is_recorded, is_watched=is_watched)
         return out
 
-    def _leave(self, keep: bool) -> None:
+    def _leave(self, *, is_recorded: bool, is_watched: bool) -> None:
         context = self.root_context()
         self._call = None
         self._show()
@@ -215,8 +218,11 @@ class ParamGroup:
         frees = self.reshard_after_forward
         if frees is None:
             frees = context.root is not self
-        if (frees or not keep) and self._manual is None and not self._active:
-            self.reshard()
+        # Where no output leads to the graph (a module that leaves its results somewhere else), nothing would announce
+        # that backward needs the parameters again: they stay.
+        stays = not frees and is_recorded if is_watched else is_recorded and self._has_trainable
+        if not stays:
+            self.drop_unused()
         if context.root is self:
             context.end_forward()
             for group in context.groups():
@@ -235,11 +241,10 @@ class ParamGroup:
         The hook sits on the node, not on the tensor, so changing the output in place does not lose it.
         """
         nodes = {}
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                node = _node_of(leaf)
-                if node is not None:
-                    nodes[id(node)] = node
+        for tensor in _tensors_in(out):
+            node = _node_of(tensor)
+            if node is not None:
+                nodes[id(node)] = node
         for node in nodes.values():
             node.register_prehook(lambda grads: self._pre_backward(call))
         return bool(nodes)
@@ -265,6 +270,7 @@ class ParamGroup:
 
     def _unit_done(self, call: UnitCall) -> None:
         """All gradients of a unit's forward are collected, as far as this backward pass goes."""
+        self.root_context().note_backward(self)
         owner = next((g for g in self._active if call in g.units), None)
         if owner is not None and owner.task != torch._C._current_graph_task_id():
             # Re-entrant checkpointing: this pass inside of the owner's brought only those of one checkpointed part.
@@ -294,6 +300,10 @@ class ParamGroup:
             self._carried_buffers[call.unit] = buffer
 
     @property
+    def _has_trainable(self) -> bool:
+        return any(p.local.requires_grad for unit in self.units for p in unit.params)
+
+    @property
     def _has_frozen(self) -> bool:
         """Frozen parameters may be read after the last gradient of the others is there."""
         return any(not p.local.requires_grad for unit in self.units for p in unit.params)
@@ -302,7 +312,7 @@ class ParamGroup:
         call.task = -1
         self._active.remove(call)
         self._show()
-        if self.reshard_after_backward:
+        if self.reshard_after_backward and not self.root_context().creates_graph:
             self.drop_unused()
 
     def _reduction(self, unit: FlatUnit, buffer: GradBuffer) -> UnitReduction:
@@ -322,7 +332,7 @@ class ParamGroup:
             call.task = -1
         self._active.clear()
         self._show()
-        if self.reshard_after_backward:
+        if self.reshard_after_backward and not self.root_context().creates_graph:
             self.drop_unused()
 
     def abort(self) -> None:
@@ -355,6 +365,9 @@ class ParamGroup:
 
     def reshard_now(self) -> None:
         """See `HSDPModule.reshard`."""
+        if self._manual is not None and self.state is GroupState.UNSHARDED:
+            for unit, tensors in zip(self.units, self._manual.tensors, strict=True):
+                unit.write_back(tensors)
         self._manual = None
         self._show()
         self.drop_unused()
@@ -381,10 +394,18 @@ class ParamGroup:
         if self._context is None:
             groups = list(self.groups_below())
             context = RootContext(self, groups)
+            places = {id(m): name for root in self.modules for name, m in root.named_modules()}
             for group in groups:
                 group._context = context
+                group._rename(places)
         assert self._context is not None
         return self._context
+
+    def _rename(self, places: dict[int, str]) -> None:
+        """Call parameters by their full names in messages, now that the root is known."""
+        for param in (p for unit in self.units for p in unit.params):
+            module, key = param.sites[0]
+            param.name = ".".join(filter(None, (places.get(id(module)), key)))
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -415,6 +436,15 @@ def _put(sites: Sequence[tuple[nn.Module, str]], tensor: torch.Tensor) -> None:
         if isinstance(module, nn.RNNBase):
             # RNNs keep a second list of their weights.
             module._flat_weights = [module._parameters.get(n) for n in module._flat_weights_names]
+
+
+def _tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """All tensors in an output, also in dataclasses and other objects, to some depth."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):
+            yield from _tensors_in(list(vars(leaf).values()), depth - 1)
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -261,6 +261,14 @@ class FlatUnit:
         if self._full is not None:
             self._full.untyped_storage().resize_(0)
 
+    def write_back(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Bring what was changed in place in full parameters, on all ranks alike, into the shard."""
+        with torch.no_grad():
+            for index, (param, full) in enumerate(zip(self.params, tensors, strict=True)):
+                if full._version > _FRESH and not self.gather_is_alias:
+                    first, last = self._rows(index)
+                    param.local.copy_(full[first:last])
+
     @property
     def full_nbytes(self) -> int:
         """Bytes that the full buffer holds now."""
@@ -281,4 +289,6 @@ class FlatUnit:
         return out
 
 
+_FRESH = 1
+"""Version of a tensor that was just made with `set_`."""
 _WRAPPER_ATTRIBUTES = frozenset(("_local", "_spec", "_origin", "_memo", "_is_native", "_is_param"))

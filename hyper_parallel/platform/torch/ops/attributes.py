@@ -82,6 +82,11 @@ def _autograd_grad(
     """`torch.autograd.grad`: a DTensor input's gradient is the sum over the nodes its uses went through."""
     outputs = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    if any(isinstance(x, TorchDTensor) and hasattr(x._local, "reduced_hooks") for x in inputs):
+        raise OperandError(
+            "torch.autograd.grad of parameters wrapped by fully_shard: their gradients are reduced into `.grad` at the "
+            "end of backward. Call backward() and read `.grad`."
+        )
     given = (None,) * len(outputs) if grad_outputs is None else grad_outputs
     given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
     roots, seeds = _roots_and_seeds(outputs, given)
