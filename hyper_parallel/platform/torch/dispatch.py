@@ -20,8 +20,9 @@ from hyper_parallel.core.errors import LayoutError, NoRuleError, OperandError
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.shard.factor_rule import FactorRule
 from hyper_parallel.core.shard.propagation import resolve
-from hyper_parallel.platform.torch.dtensor import Spec, TorchDTensor, spec_of, wrap
+from hyper_parallel.platform.torch.dtensor import TorchDTensor, wrap
 from hyper_parallel.platform.torch.implicit import implicit_mesh
+from hyper_parallel.platform.torch.spec import Spec, spec_of
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}

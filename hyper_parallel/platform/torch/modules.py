@@ -15,7 +15,8 @@ from hyper_parallel.core.layout import Layout, as_layout
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan, layout_for
 from hyper_parallel.platform.torch import implicit
 from hyper_parallel.platform.torch.dispatch import HANDLERS, Rule, ShardedOp, tensors_in
-from hyper_parallel.platform.torch.dtensor import TorchDTensor, spec_of, wrap
+from hyper_parallel.platform.torch.dtensor import TorchDTensor, wrap
+from hyper_parallel.platform.torch.spec import spec_of
 
 
 def shard_module(

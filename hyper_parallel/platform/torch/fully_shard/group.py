@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hyper_parallel.core.fully_shard.hsdp_state import GroupState, check_transition
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
-from hyper_parallel.platform.torch.dtensor import TorchDTensor, spec_of, wrap
+from hyper_parallel.platform.torch.dtensor import TorchDTensor, wrap
 from hyper_parallel.platform.torch.fully_shard.context import RootContext
 from hyper_parallel.platform.torch.fully_shard.gradients import (
     GradBuffer,
@@ -22,6 +22,7 @@ from hyper_parallel.platform.torch.fully_shard.gradients import (
     UnitReduction,
 )
 from hyper_parallel.platform.torch.fully_shard.unit import FlatUnit
+from hyper_parallel.platform.torch.spec import spec_of
 
 
 class GroupCall:

@@ -21,8 +21,10 @@ from torch import nn
 
 from hyper_parallel.core.fully_shard.group_plan import GroupPlan, plan_group
 from hyper_parallel.core.layout import Layout
-from hyper_parallel.platform.torch.dtensor import ReducedHooks, TorchDTensor, spec_of, wrap
+from hyper_parallel.platform.torch.dtensor import OWN_ATTRIBUTES, TorchDTensor, wrap
+from hyper_parallel.platform.torch.dtensor_autograd import ReducedHooks
 from hyper_parallel.platform.torch.fully_shard.transfer import Transfer, gather_flat
+from hyper_parallel.platform.torch.spec import spec_of
 
 
 @dataclass(eq=False)
@@ -126,7 +128,9 @@ class FlatUnit:
             piece.copy_(whole[first:last])
         sharded = nn.Parameter(wrap(piece, spec_of(layout, param.shape)), whole.requires_grad)
         # Attributes that users put on the parameter stay with it.
-        sharded.__dict__.update({k: v for k, v in param.sharded.__dict__.items() if k not in _WRAPPER_ATTRIBUTES})
+        sharded.__dict__.update(
+            {k: v for k, v in param.sharded.__dict__.items() if k not in (*OWN_ATTRIBUTES, "_is_param")}
+        )
         param.sharded = sharded
         param.hold(sharded._local, ReducedHooks())  # type: ignore[attr-defined]
         for module, name in param.sites:
@@ -291,4 +295,3 @@ class FlatUnit:
 
 _FRESH = 1
 """Version of a tensor that was just made with `set_`."""
-_WRAPPER_ATTRIBUTES = frozenset(("_local", "_spec", "_origin", "_memo", "_is_native", "_is_param"))

@@ -10,8 +10,9 @@ import torch
 
 from hyper_parallel.core.layout import as_layout
 from hyper_parallel.platform.torch.dispatch import handles
-from hyper_parallel.platform.torch.dtensor import TorchDTensor, spec_of, wrap
+from hyper_parallel.platform.torch.dtensor import TorchDTensor, wrap
 from hyper_parallel.platform.torch.ops.random import draw
+from hyper_parallel.platform.torch.spec import spec_of
 
 
 @handles("zeros_like ones_like empty_like full_like")

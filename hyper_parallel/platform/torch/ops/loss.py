@@ -142,7 +142,7 @@ def _cross_entropy(
 ) -> Any:
     if size_average is not None or reduce is not None:
         reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
-    losses = _losses_op(_losses, (input, target, weight, ignore_index, label_smoothing), {})
+    losses = _losses_op(F.cross_entropy, (input, target, weight, ignore_index, label_smoothing), {})
     if reduction == "none":
         return losses.to(input.dtype)
     total = losses.sum()
