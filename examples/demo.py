@@ -61,7 +61,7 @@ def draw(two: list[float], one: list[float], resumed_at: int, path: Path) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=100)
     steps = parser.parse_args().steps
     if steps < 2:
         raise SystemExit("demo: --steps must be at least 2, since it stops half way. Use STEPS=20 or more.")

@@ -340,7 +340,7 @@ def parse() -> argparse.Namespace:
     add("--accumulate", type=int, default=1, help="micro-batches per step")
     add("--steps", type=int, default=100, help="step to stop at")
     add("--steps-planned", type=int, default=0, help="length of the learning rate schedule; 0: --steps")
-    add("--lr", type=float, default=2e-3)
+    add("--lr", type=float, default=1e-3)
     add("--dropout", type=float, default=0.0)
     add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of parameters in forward and backward")
     add("--device", default="", help="cpu, cuda, npu, ...; default: an accelerator if there is one")
