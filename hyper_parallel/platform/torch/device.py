@@ -9,8 +9,8 @@ handle does nothing, for real. Only the CPU part has run on the machines this wa
 from __future__ import annotations
 
 import contextlib
-import functools
 import resource
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,8 +118,12 @@ class CpuHandle(DeviceHandle):
         """Return at once."""
 
     def memory_allocated(self) -> int:
-        """Resident bytes of the process, peak: the CPU allocator keeps no count."""
-        return self.max_memory_allocated()
+        """Resident bytes of the process (the CPU allocator keeps no count); the peak where the system tells no more."""
+        try:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+        except OSError:
+            return self.max_memory_allocated()
+        return pages * resource.getpagesize()
 
     def max_memory_allocated(self) -> int:
         """Largest resident size of the process in bytes."""
@@ -134,19 +138,28 @@ class CpuHandle(DeviceHandle):
         torch.set_rng_state(state)
 
 
-@functools.cache
+_handles: dict[str, DeviceHandle] = {"cpu": CpuHandle()}
+
+
+def register_device(device_type: str, handle: DeviceHandle) -> None:
+    """Use `handle` for a device type that torch has no module for, or whose module differs from `torch.cuda`."""
+    _handles[device_type] = handle
+
+
 def device_handle(device_type: str) -> DeviceHandle:
     """The handle of a device type.
 
     Raises:
-        DeviceError: torch has no module for it.
+        DeviceError: torch has no module for it, and none was registered.
     """
-    if device_type == "cpu":
-        return CpuHandle()
-    try:
-        module = torch.get_device_module(device_type)
-    except RuntimeError as error:
-        raise DeviceError(
-            f"device {device_type!r}: torch has no module for it ({error}). Import the device's package first."
-        ) from error
-    return DeviceHandle(device_type, module)
+    found = _handles.get(device_type)
+    if found is None:
+        try:
+            module = torch.get_device_module(device_type)
+        except RuntimeError as error:
+            raise DeviceError(
+                f"device {device_type!r}: torch has no module for it. Import the device's package first, or call "
+                f"register_device({device_type!r}, handle)."
+            ) from error
+        found = _handles[device_type] = DeviceHandle(device_type, module)
+    return found

@@ -8,9 +8,7 @@ of a forward again within backward, on whatever thread the autograd engine uses:
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,13 +37,3 @@ def push(mesh: Any) -> None:
 def pop() -> None:
     """End what the last `push` began."""
     _state.meshes.pop()
-
-
-@contextlib.contextmanager
-def implicit_replication(mesh: Any) -> Iterator[None]:
-    """Plain tensors that meet DTensors inside the block count as copies on all ranks of `mesh`."""
-    push(mesh)
-    try:
-        yield
-    finally:
-        pop()
