@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,7 @@ from hyper_parallel import (
 )
 
 VOCABULARY = 256
+SIZES = ("layers", "width", "heads", "sequence")  # options that make another model
 
 
 # -- the model: as for one device ------------------------------------------------------------------
@@ -153,6 +155,8 @@ def standard_library_text(num_bytes: int) -> torch.Tensor:
     """Source text of the standard library, as a tensor of bytes (num_bytes,)."""
     root = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
+    if not (root / "os.py").exists():
+        refuse(f"there is no source text of the standard library in {root}. Use a Python that comes with its sources.")
     for path in sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py")):
         if "site-packages" not in path.parts and "test" not in path.parts:
             text += path.read_bytes()
@@ -203,9 +207,10 @@ def mean_over(value: float, mesh: DeviceMesh) -> float:
 class State:
     """What a checkpoint holds. DCP reads and writes each rank's part of it."""
 
-    def __init__(self, model: Gpt, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: Gpt, optimizer: torch.optim.Optimizer, sizes: dict[str, int]) -> None:
         self.model = model
         self.optimizer = optimizer
+        self.sizes = sizes
         self.step = 0
         self.losses: list[float] = []
 
@@ -216,6 +221,7 @@ class State:
         dcp.save(self._contents(), checkpoint_id=directory / f"step-{self.step:06d}")
 
     def load(self, path: Path) -> None:
+        self._check_sizes(path)
         # A fresh optimizer has no state to load into; a step with zero gradients makes it.
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -229,10 +235,19 @@ class State:
         self.step = int(contents["step"])
         self.losses = contents["losses"].tolist()
 
+    def _check_sizes(self, path: Path) -> None:
+        """Refuse a checkpoint of another model: DCP would fill what fits, and heads show in no shape."""
+        saved = torch.zeros(len(self.sizes), dtype=torch.int64)
+        dcp.load({"sizes": saved}, checkpoint_id=path)
+        for (name, here), there in zip(self.sizes.items(), saved.tolist(), strict=True):
+            if here != there:
+                refuse(f"--resume from {path}: it was made with --{name} {there}, not {here}. Pass --{name} {there}.")
+
     def _contents(self) -> dict[str, object]:
         state = self.optimizer.state_dict()["state"]
         optimizer = {name: state[i] for i, name in enumerate(self._names()) if i in state}
         return {
+            "sizes": torch.tensor(list(self.sizes.values())),
             "model": self.model.state_dict(),
             "optimizer": optimizer,
             "step": torch.tensor(self.step),
@@ -244,9 +259,7 @@ def latest_checkpoint(directory: Path) -> Path:
     """The newest complete checkpoint: DCP writes `.metadata` last."""
     complete = sorted(path.parent for path in directory.glob("step-*/.metadata"))
     if not complete:
-        raise SystemExit(
-            f"--resume: there is no complete checkpoint in {directory}. Train with --checkpoint-every first."
-        )
+        refuse(f"--resume: there is no complete checkpoint in {directory}. Train with --checkpoint-every first.")
     return complete[-1]
 
 
@@ -300,12 +313,16 @@ def draw_curve(losses: list[float], path: Path, title: str) -> None:
     plt.close(figure)
 
 
+def refuse(text: str) -> NoReturn:
+    """End with one line, the same on every rank."""
+    raise SystemExit(f"train_gpt.py: {text}")
+
+
 def check(args: argparse.Namespace, world_size: int) -> None:
-    """Impossible layouts end here, with one line."""
-
-    def refuse(text: str) -> None:
-        raise SystemExit(f"train_gpt.py: {text}")
-
+    """What cannot be ends here, before anything is started."""
+    for name in ("dp", "tp", *SIZES, "batch", "accumulate", "steps"):
+        if getattr(args, name) < 1:
+            refuse(f"--{name} {getattr(args, name)} is too small. Give at least 1.")
     if args.dp * args.tp != world_size:
         refuse(
             f"--dp {args.dp} x --tp {args.tp} needs {args.dp * args.tp} processes, there are {world_size}. "
@@ -321,7 +338,13 @@ def check(args: argparse.Namespace, world_size: int) -> None:
             "Choose a multiple."
         )
     if args.sequence_parallel and (args.tp == 1 or args.sequence % args.tp):
-        refuse(f"--sequence-parallel needs --tp > 1 that divides --sequence {args.sequence}; --tp is {args.tp}.")
+        refuse(
+            f"--sequence-parallel needs a --tp above 1 that divides --sequence {args.sequence}, and --tp is {args.tp}. "
+            "Change one of them."
+        )
+    if args.checkpoint_dir is None and (args.resume or args.checkpoint_every):
+        option = "--resume" if args.resume else "--checkpoint-every"
+        refuse(f"{option} needs a folder. Add --checkpoint-dir.")
 
 
 def parse() -> argparse.Namespace:
@@ -356,9 +379,7 @@ def parse() -> argparse.Namespace:
         args.device = accelerator.type if accelerator is not None else "cpu"
     args.steps_planned = args.steps_planned or args.steps
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    args.dp = args.dp or max(world_size // args.tp, 1)
-    if args.resume and args.checkpoint_dir is None:
-        raise SystemExit("train_gpt.py: --resume needs --checkpoint-dir.")
+    args.dp = args.dp or max(world_size // max(args.tp, 1), 1)
     check(args, world_size)
     return args
 
@@ -372,7 +393,7 @@ def main() -> None:
     parallelize(model, mesh, args)
     torch.manual_seed(args.seed + 1 + mesh.get_local_rank("dp"))  # dropout differs between rows, not within a tp group
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
-    state = State(model, optimizer)
+    state = State(model, optimizer, {name: getattr(args, name) for name in SIZES})
     if args.resume:
         state.load(latest_checkpoint(args.checkpoint_dir))
     if dist.get_rank() == 0:

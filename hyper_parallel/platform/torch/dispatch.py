@@ -231,6 +231,8 @@ class ShardedOp:
 
     def _general(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As `__call__`, for arguments with lists or plain tensors."""
+        if _are_numbers(tensors_in((*args, *kwargs.values()))):
+            return func(*map(_number, args), **{name: _number(arg) for name, arg in kwargs.items()})
         mesh = mesh_of(func, args, kwargs)
         args = tuple(adopt(arg, mesh, func, args) for arg in args)
         kwargs = {name: adopt(arg, mesh, func, args) for name, arg in kwargs.items()}
@@ -377,6 +379,22 @@ def one_mesh(func: Any, operands: Sequence[TorchDTensor]) -> None:
             )
 
 
+def _are_numbers(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all DTensors are mere numbers (0-dim, no gradient) in an op on plain tensors: a clipping factor."""
+    inside = [x for x in tensors if isinstance(x, TorchDTensor)]
+    return (
+        any(x.dim() for x in tensors)
+        and not any(x.dim() or (x.requires_grad and torch.is_grad_enabled()) for x in inside)
+        and implicit_mesh() is None
+    )
+
+
+def _number(arg: Any) -> Any:
+    if type(arg) in (list, tuple):
+        return type(arg)(map(_number, arg))
+    return arg.full_tensor() if isinstance(arg, TorchDTensor) else arg
+
+
 def adopt(arg: Any, mesh: Any, func: Any, args: Any) -> Any:
     """A plain tensor among DTensors as copies on all ranks, where that can be meant.
 
@@ -391,6 +409,11 @@ def adopt(arg: Any, mesh: Any, func: Any, args: Any) -> Any:
         return wrap(arg, spec_of(Layout(mesh, ((),) * arg.dim()), arg.shape))
     position = next((i for i, a in enumerate(args) if a is arg), None)
     where = "an argument" if position is None else f"argument {position}"
+    if any(isinstance(x, TorchDTensor) and hasattr(x._local, "reduced_hooks") for x in tensors_in(args)):
+        raise OperandError(
+            f"{name_of(func)}: {where} is a plain {describe(arg)}, another a parameter that fully_shard has sharded. "
+            "Run it within the forward of the wrapped module, or between its unshard() and reshard()."
+        )
     raise OperandError(
         f"{name_of(func)}: {where} is a plain {describe(arg)}, the others are DTensors on mesh {mesh}. Spread it with "
         "distribute_tensor(t, mesh), or take the others' pieces with to_local()."

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import DTensor, HSDPModule, MixedPrecisionPolicy, Shard, fully_shard
+from hyper_parallel.core.errors import OperandError
 from hyper_parallel.testing import distributed
 from tests.torch.fully_shard.support import (
     ROWS,
@@ -690,3 +691,83 @@ def test_wrapping_twice_is_refused() -> None:
     model = fully_shard(nn.Linear(4, 4), mesh=mesh_1d())
     with pytest.raises(ValueError, match=r"Linear.*wrapped already"):
         fully_shard(model, mesh=mesh_1d())
+
+
+@pytest.mark.parametrize("kind", ["two groups", "group and root"])
+@distributed(2)
+def test_f26_tied_weights_in_two_groups_are_refused_with_the_way_out(kind: str) -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+    model[1].weight = model[0].weight
+    fully_shard(model[0], mesh=mesh_1d())
+    other, name = (model[1], "weight") if kind == "two groups" else (model, "1.weight")
+    with pytest.raises(ValueError, match=rf'"{name}" is tied.*\[a, b\]'):
+        fully_shard(other, mesh=mesh_1d())
+    assert not isinstance(other, HSDPModule)
+
+
+@distributed(2)
+def test_f26_tied_weights_in_one_group_of_two_modules() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+    model[1].weight = model[0].weight
+    ids = torch.tensor([[1, 2, dist.get_rank()]])
+    plain = copy.deepcopy(model)
+    plain(ids).square().sum().backward()
+    (expected,) = mean_over_ranks([plain[0].weight.grad])
+    fully_shard([model[0], model[1]], mesh=mesh_1d())
+    fully_shard(model, mesh=mesh_1d())
+    model(ids).square().sum().backward()
+    torch.testing.assert_close(full(model[0].weight.grad), expected)
+    assert model[0].weight is model[1].weight
+
+
+@distributed(2)
+def test_f21_two_models_are_frozen_in_turns() -> None:
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 4), nn.Linear(4, 1)]
+    plain = copy.deepcopy(models)
+    for model in models:
+        fully_shard(model, mesh=mesh_1d())
+    x = rank_input(2, 4)
+    for pair, is_sharded in ((models, True), (plain, False)):
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in pair]
+        for step in range(4):
+            turn = step % 2
+            pair[turn].requires_grad_(True)
+            pair[1 - turn].requires_grad_(False)
+            before = full(pair[1 - turn].weight)
+            for model in pair:
+                model.zero_grad()
+            pair[1](pair[0](x)).sum().backward()
+            if not is_sharded:
+                for p in pair[turn].parameters():
+                    (p.grad,) = mean_over_ranks([p.grad])
+            optimizers[turn].step()
+            assert torch.equal(full(pair[1 - turn].weight), before)
+            assert pair[1 - turn].weight.grad is None
+    for mine, theirs in zip(models, plain, strict=True):
+        assert_same({n: full(p) for n, p in mine.named_parameters()}, dict(theirs.named_parameters()))
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@distributed(2)
+def test_f34_g01_ignored_and_sharded_parameters_share_an_optimizer_and_a_norm(foreach: bool) -> None:
+    torch.manual_seed(0)
+    model, plain = nn.Linear(4, 4), nn.Linear(4, 4)
+    plain.load_state_dict(model.state_dict())
+    fully_shard(model, mesh=mesh_1d(), ignored_params={model.bias})
+    for module in (model, plain):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, foreach=foreach)
+        for _ in range(2):
+            optimizer.zero_grad()
+            module(torch.ones(2, 4)).square().sum().backward()
+            module.norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5, foreach=foreach)
+            optimizer.step()
+    assert float(model.norm) == pytest.approx(float(plain.norm), rel=1e-5)
+    assert_same({n: full(p) for n, p in model.named_parameters()}, dict(plain.named_parameters()))
+
+
+@distributed(2)
+def test_using_a_sharded_parameter_outside_of_forward_says_so() -> None:
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh_1d())
+    with pytest.raises(OperandError, match=r"linear.*fully_shard.*unshard\(\)"):
+        nn.functional.linear(torch.ones(1, 4), model.weight)

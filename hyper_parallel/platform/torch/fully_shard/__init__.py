@@ -126,6 +126,11 @@ def _own_modules(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Modu
 
 
 def _flat_param(name: str, module: nn.Module, key: str, tensor: nn.Parameter, mesh: DeviceMesh) -> FlatParam:
+    if getattr(tensor, "_is_taken", False):
+        raise ValueError(
+            f'fully_shard: parameter "{name}" is tied with one that another wrapped module has sharded already. Wrap '
+            "both modules as one group, fully_shard([a, b]), or leave both to the module around them."
+        )
     if tensor.dim() == 0:
         raise ValueError(
             f'fully_shard: parameter "{name}" has no dims and cannot be cut. Give it shape (1,), or add it to '

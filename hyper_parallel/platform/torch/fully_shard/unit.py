@@ -131,6 +131,8 @@ class FlatUnit:
         sharded.__dict__.update(
             {k: v for k, v in param.sharded.__dict__.items() if k not in (*OWN_ATTRIBUTES, "_is_param")}
         )
+        # Other modules may still hold the original, which nobody trains from here on.
+        param.sharded._is_taken = True
         param.sharded = sharded
         param.hold(sharded._local, ReducedHooks())  # type: ignore[attr-defined]
         for module, name in param.sites:
