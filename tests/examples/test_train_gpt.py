@@ -21,7 +21,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ("--layers", 2, "--width", 32, "--sequence", 32, "--batch", 8, "--steps-planned", 12, "--device", "cpu")
 STEPS = 8
-LIMIT = 120
+LIMIT = 240
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel import fully_shard
+from hyper_parallel.core.errors import ParamStateError
 from hyper_parallel.testing import distributed
 from tests.torch.fully_shard.support import (
     ROWS,
@@ -190,7 +191,6 @@ def test_a_wait_on_a_handle_after_the_gather_was_used_does_no_harm() -> None:
 
 def test_methods_of_a_module_that_is_not_wrapped_say_so() -> None:
     from hyper_parallel import HSDPModule
-    from hyper_parallel.core.errors import ParamStateError
 
     class Bare(HSDPModule, nn.Linear):
         pass
@@ -221,3 +221,28 @@ def test_a_forward_that_failed_on_meta_can_be_repaired() -> None:
         for p in model.parameters():
             p.fill_(1)
     torch.testing.assert_close(model(torch.ones(1, 4)), torch.full((1, 4), 5.0))
+
+
+@distributed(2)
+def test_an_optimizer_built_before_wrapping_is_refused_at_the_first_forward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for layer in model:
+        fully_shard(layer, mesh=mesh_1d())
+    fully_shard(model, mesh=mesh_1d())
+    for _ in range(2):
+        with pytest.raises(ParamStateError, match=r'"0.weight".*Build the optimizer after wrapping'):
+            model(torch.ones(1, 4))
+    del optimizer
+    model(torch.ones(1, 4))
+
+
+@distributed(2)
+def test_parameters_kept_for_other_reasons_do_no_harm() -> None:
+    model = nn.Linear(4, 4)
+    kept = list(model.parameters())
+    fully_shard(model, mesh=mesh_1d())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert len(kept) == 2

@@ -12,7 +12,8 @@ Note [One storage for life]
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,7 @@ class FlatParam:
         tp_layout: Layout over the tensor-parallel mesh, or None.
         planned_shape: (rows, elements per row), the largest of any tensor-parallel rank.
         address: Where the data of `local` lay when it was made.
+        original: The parameter it was before, if that is still alive.
     """
 
     name: str
@@ -54,6 +56,7 @@ class FlatParam:
     strides: tuple[int, ...] = field(init=False)
 
     address: int = field(init=False, default=0)
+    original: Callable[[], Any] = field(init=False, default=lambda: None)
 
     def __post_init__(self) -> None:
         inner = self.full_shape[1:]
@@ -133,6 +136,7 @@ class FlatUnit:
         )
         # Other modules may still hold the original, which nobody trains from here on.
         param.sharded._is_taken = True
+        param.original = weakref.ref(param.sharded)
         param.sharded = sharded
         param.hold(sharded._local, ReducedHooks())  # type: ignore[attr-defined]
         for module, name in param.sites:
