@@ -241,3 +241,28 @@ def test_bf16_gradients_equal_those_of_torch_fully_shard() -> None:
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert mine.grad.dtype == other.grad.dtype
         torch.testing.assert_close(full(mine.grad), other.grad.full_tensor(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+@distributed(2)
+def test_policies_of_torch_are_taken() -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+
+    policy = TorchPolicy(param_dtype=BF16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    model = fully_shard(Probe(), mesh=mesh_1d(), mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    out = model(torch.ones(2, 4))
+    assert model.seen[:2] == [BF16, BF16]
+    assert out["y"].dtype == torch.float32
+    out["y"].sum().backward()
+    torch.testing.assert_close(full(model.linear.bias.grad), torch.full((4,), 2.0))
+
+
+def test_offload_from_an_accelerator_is_refused_whosever_policy_it_is() -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy as TorchOffload
+
+    from hyper_parallel import CPUOffloadPolicy, DeviceMesh
+
+    mesh = DeviceMesh.grid("cuda", dp=1)
+    for policy in (CPUOffloadPolicy(), TorchOffload()):
+        with pytest.raises(ValueError, match=r"offload from 'cuda' is not served"):
+            fully_shard(nn.Linear(2, 2), mesh=mesh, offload_policy=policy)

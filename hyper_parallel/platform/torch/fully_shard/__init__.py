@@ -41,7 +41,7 @@ def fully_shard(
         if "_hsdp_group" in each.__dict__:
             raise ValueError(f"fully_shard({type(each).__name__}): the module is wrapped already. Wrap it once.")
     mesh = _mesh_for(modules, mesh)
-    if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type != "cpu":
+    if _is_cpu_offload(offload_policy) and mesh.device_type != "cpu":
         raise ValueError(
             f"fully_shard(offload_policy=...): offload from {mesh.device_type!r} is not served yet. "
             "Leave the policy out."
@@ -65,6 +65,11 @@ def fully_shard(
     for each in modules:
         _mix_in(each, group)
     return module
+
+
+def _is_cpu_offload(policy: Any) -> bool:
+    """Ours, or PyTorch's own class of that name."""
+    return any(kind.__name__ == CPUOffloadPolicy.__name__ for kind in type(policy).__mro__)
 
 
 def _mesh_for(modules: Sequence[nn.Module], mesh: Any) -> DeviceMesh:
