@@ -19,29 +19,61 @@ PAGES = sorted(str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *ROO
 PAGES += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("hyper_parallel/**/README.md"))
 
 
-def blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="ascii"), re.DOTALL)
+START = "# torchrun --nproc-per-node 2"
+
+
+def blocks(page: str) -> list[tuple[int, str]]:
+    """The code blocks of a page, each with the number of lines before it."""
+    text = (ROOT / page).read_text(encoding="ascii")
+    found = re.finditer(r"```python\n(.*?)```", text, re.DOTALL)
+    return [(text[: block.start(1)].count("\n"), block.group(1)) for block in found]
+
+
+def join(source: str, line: int, block: str) -> str:
+    """A block behind others, on the lines where the page has it."""
+    return source + "\n" * (line - source.count("\n")) + block
+
+
+def programs(page: str) -> list[str]:
+    """The blocks of a page, those that say they come after others joined to them."""
+    out: list[str] = []
+    for line, block in blocks(page):
+        header = block.splitlines()[0]
+        if header == START:
+            out.append(join("", line, block))
+        else:
+            assert header.startswith(f"{START}, after "), header
+            out[-1] = join(out[-1], line, block)
+    return out
 
 
 @pytest.mark.parametrize("page", ["docs/layout.md", "docs/redistribution.md"])
 def test_code_runs_without_a_framework(page: str) -> None:
     found = blocks(page)
     assert len(found) >= 3
-    exec(compile("\n".join(found), page, "exec"), {})
+    source = ""
+    for line, block in found:
+        source = join(source, line, block)
+    exec(compile(source, str(ROOT / page), "exec"), {})
 
 
 @distributed(2)
-def run_page(page: str, folder: Path) -> None:
+def run_program(source: str, page: str, folder: Path) -> None:
     with contextlib.chdir(folder):
-        exec(compile("\n".join(blocks(page)), page, "exec"), {})
+        exec(compile(source, str(ROOT / page), "exec"), {})
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/dtensor.md", "docs/fully_shard.md"])
 def test_code_runs_on_two_ranks(page: str, tmp_path: Path) -> None:
-    found = blocks(page)
+    found = programs(page)
     assert found
-    assert all(block.startswith("# torchrun --nproc-per-node 2") for block in found)
-    run_page(page=page, folder=tmp_path)
+    for source in found:
+        run_program(source=source, page=page, folder=tmp_path)
+
+
+def test_all_pages_with_code_are_run() -> None:
+    run = {"docs/layout.md", "docs/redistribution.md", "README.md", "docs/dtensor.md", "docs/fully_shard.md"}
+    assert {page for page in PAGES if blocks(page)} == run
 
 
 @pytest.mark.parametrize("page", PAGES)
