@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hyper_parallel as hp
-from hyper_parallel import Replicate, Shard, distribute_tensor
+from hyper_parallel import DeviceMesh, Replicate, Shard, distribute_tensor, rand
 from hyper_parallel.core.errors import MeshError
 from hyper_parallel.testing import distributed
 from tests.torch.dtensor.support import close, error_of, lay, mesh_of, noise, on_all_ranks, whole
@@ -133,3 +133,20 @@ def test_ranks_that_were_seeded_differently_are_told() -> None:
     text = error_of(lambda: F.dropout(x, 0.5), MeshError)
     assert "seeded differently" in text
     assert "torch.manual_seed" in text
+
+
+@distributed(3, timeout=30)
+def test_ranks_on_many_different_meshes_do_not_wait_for_each_others_checks() -> None:
+    rank = dist.get_rank()
+    pair = DeviceMesh("cpu", [0, 1], mesh_dim_names=("a",))
+
+    def draw(mesh: DeviceMesh) -> None:
+        rand(4, device_mesh=mesh, placements=[Shard(0)])
+
+    if rank < 2:
+        draw(pair)
+    if rank != 1:
+        for i in range(64):
+            draw(DeviceMesh("cpu", [0, 2], mesh_dim_names=(f"b{i}",)))
+    if rank < 2:
+        draw(pair)

@@ -24,8 +24,8 @@ from hyper_parallel.core.shard.rules.pointwise import pointwise
 from hyper_parallel.platform.torch.device import device_handle
 from hyper_parallel.platform.torch.dispatch import HANDLERS, Rule, ShardedOp, register
 
+# Nothing is forgotten: ranks know different meshes, and one that forgot alone would wait for the others in a new check.
 _checked_meshes: set[DeviceMesh] = set()
-_MAX_CHECKED = 64
 
 
 def check_seeds(mesh: DeviceMesh) -> None:
@@ -40,8 +40,6 @@ def check_seeds(mesh: DeviceMesh) -> None:
             f"random op on mesh {mesh}: its ranks were seeded differently ({seeds[:4]} ...), so copies would differ. "
             "Call torch.manual_seed with one value on all ranks of the mesh."
         )
-    if len(_checked_meshes) >= _MAX_CHECKED:
-        _checked_meshes.clear()
     _checked_meshes.add(mesh)
 
 
