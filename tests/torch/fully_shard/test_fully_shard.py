@@ -771,3 +771,83 @@ def test_using_a_sharded_parameter_outside_of_forward_says_so() -> None:
     model = fully_shard(nn.Linear(4, 4), mesh=mesh_1d())
     with pytest.raises(OperandError, match=r"linear.*fully_shard.*unshard\(\)"):
         nn.functional.linear(torch.ones(1, 4), model.weight)
+
+
+class MaybeB(nn.Module):
+    """Uses its second layer when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, uses_b: bool) -> torch.Tensor:
+        y = torch.tanh(self.a(x))
+        return self.b(y) if uses_b else y
+
+
+def check_left_out_of_the_last_backward(mesh: Any, switch: str) -> None:
+    model, plain = MaybeB(), MaybeB()
+    for module in (model.a, model.b, model):
+        fully_shard(module, mesh=mesh)
+    names = [name for name, _ in plain.named_parameters()]
+    for _ in range(2):
+        for micro, uses_b in enumerate((True, False)):
+            x = rank_input(3, 4, seed=micro)
+            getattr(model, switch)(micro == 1)
+            for module in (model, plain):
+                module(x, uses_b).square().sum().backward()
+        expected = dict(zip(names, mean_over_ranks(p.grad for p in plain.parameters()), strict=True))
+        assert_same(full_grads(model), expected)
+        model.zero_grad()
+        plain.zero_grad()
+    assert_sharded(model)
+
+
+@distributed(2)
+def test_f06_gradients_held_back_arrive_though_the_last_backward_leaves_their_group_out() -> None:
+    check_left_out_of_the_last_backward(mesh_1d(), "set_requires_gradient_sync")
+
+
+@pytest.mark.parametrize("switch", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+@distributed(4)
+def test_f03_the_same_with_replicas(switch: str) -> None:
+    check_left_out_of_the_last_backward(mesh_2d(2, 2), switch)
+
+
+@distributed(2)
+def test_f06_held_back_gradients_of_what_was_frozen_meanwhile_do_not_come_back() -> None:
+    model, plain = MaybeB(), MaybeB()
+    for module in (model.a, model.b, model):
+        fully_shard(module, mesh=mesh_1d())
+    x = rank_input(3, 4)
+    model.set_requires_gradient_sync(False)
+    model(x, True).sum().backward()
+    model.set_requires_gradient_sync(True)
+    model.a.requires_grad_(False)
+    model(x, True).sum().backward()
+    model.zero_grad()
+    model.a.requires_grad_(True)
+    for module in (model, plain):
+        module(x, True).sum().backward()
+    names = [name for name, _ in plain.named_parameters()]
+    assert_same(full_grads(model), dict(zip(names, mean_over_ranks(p.grad for p in plain.parameters()), strict=True)))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@distributed(2)
+def test_inference_mode_may_come_first(dtype: torch.dtype | None) -> None:
+    model, plain = MaybeB(), MaybeB()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)
+    for module in (model.a, model.b, model):
+        fully_shard(module, mesh=mesh_1d(), mp_policy=policy)
+    x = rank_input(3, 4)
+    tolerance = {} if dtype is None else {"rtol": 2e-2, "atol": 2e-2}
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            out = model(x, True)
+            torch.testing.assert_close(out.detach().clone(), plain(x, True).detach().clone(), **tolerance)
+        if mode is torch.enable_grad:
+            out.sum().backward()
+    assert_sharded(model)

@@ -132,6 +132,9 @@ class RootContext:
         if not self._tasks:
             self._finish_put_off(None)
         if self.is_last_backward:
+            if not self._tasks:
+                for group in self.groups():
+                    group.reduce_carried()
             self.finish_reductions()
         if not self._tasks:
             for group in self.groups():

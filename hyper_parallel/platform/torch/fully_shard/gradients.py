@@ -119,7 +119,7 @@ class UnitReduction:
 
     Args:
         unit: The unit.
-        buffer: Its collected gradients.
+        buffer: Its collected gradients; None if only `carry` is left to be finished.
         replicate_ranks: HSDP: the ranks that hold the same shard.
         factor: What the sum is divided by.
         carry: HSDP: reduced shards of earlier backwards that still lack the replicas' share.
@@ -129,7 +129,7 @@ class UnitReduction:
     def __init__(
         self,
         unit: FlatUnit,
-        buffer: GradBuffer,
+        buffer: GradBuffer | None,
         *,
         replicate_ranks: tuple[int, ...],
         factor: float,
@@ -141,13 +141,13 @@ class UnitReduction:
         self.factor = factor
         self.carry = carry
         self.all_reduce = all_reduce
-        self.used = frozenset(buffer.used)
-        self._reduction = Reduction(buffer.complete(), unit.ranks, unit.position)
+        self._reduction = None if buffer is None else Reduction(buffer.complete(), unit.ranks, unit.position)
 
     def finish(self) -> torch.Tensor | None:
         """Wait, and return the flat gradient shard in the parameters' dtype; None if the replicas' share is put off."""
-        total = self._reduction.result()
-        if self.carry is not None:
+        total = self.carry if self._reduction is None else self._reduction.result()
+        assert total is not None
+        if self._reduction is not None and self.carry is not None:
             total = total.add_(self.carry)
         if not self.all_reduce:
             self.carry = total

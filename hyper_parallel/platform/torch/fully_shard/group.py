@@ -318,7 +318,17 @@ class ParamGroup:
         if self.reshard_after_backward and not self.root_context().creates_graph:
             self.drop_unused()
 
-    def _reduction(self, unit: FlatUnit, buffer: GradBuffer) -> UnitReduction:
+    def reduce_carried(self) -> None:
+        """Reduce what earlier backwards left, where this one did not reach the group and reductions are wanted."""
+        if not self.requires_gradient_sync:
+            return
+        for unit in list(self._carried_buffers):
+            self.root_context().reduce(self, self._reduction(unit, self._carried_buffers.pop(unit)))
+        if self.requires_all_reduce:
+            for unit in list(self.carried_shards):
+                self.root_context().reduce(self, self._reduction(unit, None))
+
+    def _reduction(self, unit: FlatUnit, buffer: GradBuffer | None) -> UnitReduction:
         factor = self.divide_factor or len(unit.ranks) * len(self.replicate_ranks)
         return UnitReduction(
             unit,

@@ -254,7 +254,9 @@ class FlatUnit:
         if self.gather_is_alias:
             return
         if self._full is None:
-            self._full = torch.empty(self.plan.numel, dtype=self.gather_dtype, device=self.shard.device)
+            # The buffer outlives inference mode, and must not be one of its tensors.
+            with torch.inference_mode(False):
+                self._full = torch.empty(self.plan.numel, dtype=self.gather_dtype, device=self.shard.device)
         else:
             self._full.untyped_storage().resize_(self._full.numel() * self._full.element_size())
         shard = self.shard if self.gather_dtype == self.dtype else self.shard.to(self.gather_dtype)
