@@ -5,11 +5,14 @@ import random
 import statistics
 import threading
 import time
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 
+from benchmarks.planning import bytes_and_bound, bytes_table
 from hyper_parallel.core.box import box_numel, intersect
 from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.errors import LayoutError, UnevenError
@@ -23,9 +26,14 @@ from hyper_parallel.core.tensor_redistribution import (
     plan_cache,
 )
 from hyper_parallel.core.tensor_redistribution.cache import PlanCache
-from hyper_parallel.testing.strategies import LayoutPair, draw_layout, layout_pairs
+from hyper_parallel.core.tensor_redistribution.cost import Topology
+from hyper_parallel.core.tensor_redistribution.planner import candidates
+from hyper_parallel.core.tensor_redistribution.table import show_bytes, show_seconds
+from hyper_parallel.platform.virtual import VirtualWorld
+from hyper_parallel.testing.strategies import LayoutPair, draw_layout, draw_layout_pair, layout_pairs
 
 GRID = DeviceMesh.grid(dp=4, tp=2)
+FLAT = Topology((1e-6, 1e-6), (1e-9, 1e-9))
 
 
 def kinds(made: Plan) -> list[str]:
@@ -139,6 +147,8 @@ def test_steps_lead_from_src_to_dst(pair: LayoutPair) -> None:
         assert made.steps[0].src is pair.src
         assert made.steps[-1].dst is pair.dst
     order = [list(StepKind).index(step.kind) for step in made.steps if step.kind is not StepKind.SCALE]
+    if made.steps and made.steps[0].kind is StepKind.ALL_GATHER:
+        order = order[1:]  # gathered first; what follows is a plan in order
     assert order == sorted(order)
 
 
@@ -229,33 +239,184 @@ def bound_and_received(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tupl
     return bound, received
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "is_ragged", "highest"),
-    [
-        ("even", (24, 48), False, 2.0),
-        ("uneven", tuple(range(20, 90)), False, 2.1),
-        # Sizes of a piece's own leave the bound arbitrarily low, so the worst case is not limited by 2 there.
-        ("ragged", tuple(range(20, 90)), True, None),
-    ],
-)
-def test_bytes_stay_near_the_lower_bound(
-    name: str, sizes: tuple[int, ...], is_ragged: bool, highest: float | None
-) -> None:
+@pytest.mark.parametrize("name", ["even", "uneven", "ragged"])
+def test_bytes_stay_near_the_lower_bound(name: str) -> None:
     mesh = DeviceMesh.grid(a=2, b=3, c=4)
+    sizes = (24, 48, 96) if name == "even" else tuple(range(20, 90))
     ratios = []
-    for seed in range(500):
+    for seed in range(400):
         choose = random.Random(seed).choice
         shape = tuple(choose(sizes) for _ in range(choose([1, 2, 3])))
-        src = draw_layout(choose, mesh, shape, ragged=is_ragged, partial=False)
-        dst = draw_layout(choose, mesh, shape, ragged=is_ragged, partial=False)
+        src, dst = (draw_layout(choose, mesh, shape, ragged=name == "ragged", partial=False) for _ in range(2))
         bound, received = bound_and_received(src, dst, shape)
         if bound == 0:
             assert received == 0
         else:
             ratios.append(received / bound)
     print(f"{name}: {len(ratios)} pairs, mean {statistics.mean(ratios):.4f}, max {max(ratios):.3f}")
-    assert statistics.mean(ratios) <= 1.05
-    assert highest is None or max(ratios) <= highest
+    assert statistics.mean(ratios) <= 1.02
+    assert max(ratios) <= 2.0
+
+
+@pytest.mark.slow
+def test_bytes_on_large_meshes() -> None:
+    # The same count as arrays over all ranks, for the table in docs/redistribution.md; here a part of its pairs.
+    for row in bytes_table(600):
+        assert row.mean <= 1.02
+        assert row.highest <= 2.0
+        assert row.most_collectives <= 4
+
+
+def test_counting_as_arrays_is_counting() -> None:
+    mesh = DeviceMesh.grid(a=2, b=3, c=4)
+    for seed in range(60):
+        choose = random.Random(seed).choice
+        shape = tuple(choose(range(1, 30)) for _ in range(choose([1, 2, 3])))
+        src, dst = (draw_layout(choose, mesh, shape, partial=False) for _ in range(2))
+        made = plan(src, dst, shape, itemsize=1)
+        assert bytes_and_bound(made) == bound_and_received(src, dst, shape)[::-1]
+
+
+# -- candidates ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_even", [False, True])
+def test_every_candidate_is_right(is_even: bool) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(300):
+        choose = random.Random(seed).choice
+        pair = draw_layout_pair(choose, max_ranks=24)
+        if is_even:
+            src, dst = (draw_layout(choose, GRID, (8, 16), ragged=False, partial=choose([False, True])) for _ in "ab")
+            pair = LayoutPair(src, dst, (8, 16), is_bool=False)
+        found = candidates(pair.src, pair.dst, pair.shape, 8)
+        if len(found) == 1:
+            continue
+        array = np.random.default_rng(seed).integers(0, 2, pair.shape)
+        array = array.astype(np.bool_ if pair.is_bool else np.float64)
+        for made in found:
+            world = VirtualWorld(pair.src.mesh)
+            before = world.distribute(array, pair.src, np.random.default_rng(seed))
+            after = world.run_plan(made, before)
+            np.testing.assert_array_equal(world.assemble(after, pair.dst, pair.shape), array)
+            for rank in pair.src.mesh.ranks:
+                assert world.bytes_received[rank] * 8 == made.bytes_received(rank) * array.itemsize
+                assert made.peak_bytes(rank) <= made.peak_bytes()
+            assert made.num_collectives <= 4
+            seen["+".join(kinds(made))] += 1
+    expected = {"exchange", "slice+exchange", "reduce-scatter+exchange", "reduce-scatter+exchange+all-gather"}
+    assert expected <= set(seen)
+    assert not is_even or "all-gather+exchange" in seen
+
+
+@given(layout_pairs(partial=False, max_ranks=12))
+def test_one_candidate_receives_exactly_what_is_missing(pair: LayoutPair) -> None:
+    def missing(rank: int) -> int:
+        wants = pair.dst.box(pair.shape, rank)
+        kept = intersect(pair.src.box(pair.shape, rank), wants)
+        return box_numel(wants) - (0 if kept is None else box_numel(kept))
+
+    found = candidates(pair.src, pair.dst, pair.shape, 1)
+    assert any(all(made.bytes_received(r) == missing(r) for r in pair.src.mesh.ranks) for made in found)
+
+
+def test_pieces_of_very_different_size_are_exchanged_directly() -> None:
+    src = GRID.layout(("dp", "tp"), None, ragged={"dp": (1, 2, 4, 1)})
+    dst = GRID.layout(None, "tp", ragged={"tp": (3, 1)})
+    bound, received = bound_and_received(src, dst, (8, 4))
+    assert bound == received == 21
+    normal = candidates(src, dst, (8, 4), 1)[0]
+    assert kinds(normal) == ["exchange", "all-gather"]
+    assert max(map(normal.bytes_received, GRID.ranks)) == 24
+
+
+def test_boxes_that_change_owner_are_a_permutation() -> None:
+    mesh = DeviceMesh.grid(dp=4, tp=4)
+    made = plan(mesh.layout("dp", None), mesh.layout("tp", None), (16, 8))
+    assert kinds(made) == ["exchange"]
+    for rank in mesh.ranks:
+        (step,) = compile_plan(made, rank).steps
+        dp, tp = mesh.coord(rank)
+        givers = [peer for peer, box in zip(step.ranks, step.receives, strict=True) if box_numel(box)]
+        takers = [peer for peer, box in zip(step.ranks, step.sends, strict=True) if box_numel(box) and peer != rank]
+        assert len(givers) == 1
+        assert (givers == [rank]) == (dp == tp)
+        assert len(takers) <= 1
+        assert made.bytes_sent(rank) == len(takers) * 4 * 8 * 4
+        assert made.bytes_received(rank) == (0 if dp == tp else 4 * 8 * 4)
+
+
+def test_givers_of_copies_are_balanced() -> None:
+    mesh = DeviceMesh.grid(a=8, b=8)
+    made = plan(mesh.layout("b", None), mesh.layout(("a", "b"), None), (64, 8), topology=FLAT)
+    sent = [made.bytes_sent(rank) for rank in mesh.ranks]
+    assert max(sent) == max(made.bytes_received(rank) for rank in mesh.ranks) == 8 * 4
+    assert sum(sent) == sum(made.bytes_received(rank) for rank in mesh.ranks)
+
+
+def test_a_sum_that_leaves_copies_is_scattered_before_large_moves() -> None:
+    mesh = DeviceMesh.grid(dp=4, tp=4)
+    src, dst = mesh.layout("tp", None, partial={"dp": "sum"}), mesh.layout(None, "tp")
+    made = plan(src, dst, (4096, 4096), topology=FLAT)
+    assert kinds(made)[0] == "reduce-scatter"
+    normal = candidates(src, dst, (4096, 4096), topology=FLAT)[0]
+    assert kinds(normal) == ["all-reduce", "exchange"]
+    assert max(map(made.bytes_received, mesh.ranks)) < max(map(normal.bytes_received, mesh.ranks))
+
+
+def test_a_slow_axis_is_avoided() -> None:
+    mesh = DeviceMesh.grid(a=2, b=8)
+    src, dst = mesh.layout("b", None), mesh.layout(("a", "b"), None)
+    fast = plan(src, dst, (4096, 512), topology=Topology((1e-9, 1e-9), (1e-9, 1e-9)))
+    slow = plan(src, dst, (4096, 512), topology=Topology((1e-9, 1e-9), (1e-6, 1e-9)))
+    assert [step.axes for step in fast.steps if step.axes] == [("a", "b")]
+    assert [step.axes for step in slow.steps if step.axes] == [("b",)]
+
+
+def test_memory_cap() -> None:
+    mesh = DeviceMesh.grid(a=8, b=8)
+    src, dst = mesh.layout("a", None), mesh.layout("b", None)
+    free = plan(src, dst, (64, 64))
+    leanest = min(made.peak_bytes() for made in candidates(src, dst, (64, 64)))
+    assert free.peak_bytes() > leanest
+    capped = plan(src, dst, (64, 64), max_bytes=leanest)
+    assert capped.peak_bytes() == leanest
+    assert max(capped.peak_bytes(rank) for rank in mesh.ranks) == leanest
+    assert plan(src, dst, (64, 64), max_bytes=free.peak_bytes()) == free
+    with pytest.raises(LayoutError) as caught:
+        plan(src, dst, (64, 64), max_bytes=leanest - 1)
+    for fragment in ("plan [a, -] -> [b, -]", f"max_bytes is {leanest - 1}", f"holds {leanest} at once", "Allow that"):
+        assert fragment in str(caught.value)
+    assert plan(src, src, (64, 64), max_bytes=0).steps == ()
+
+
+def test_the_printed_table() -> None:
+    mesh = DeviceMesh.grid(a=8, b=8)
+    made = plan(mesh.layout(("a", "b"), None), mesh.layout(None, None), (64, 64))
+    head, titles, gather, total = str(made).splitlines()
+    assert head == "[(a, b), -] -> [-, -]   shape (64, 64)   mesh (a=8, b=8)   4 B per element"
+    assert titles.split() == ["step", "layouts", "ranks", "received", "held", "time"]
+    assert gather.split("   ")[-3:] == ["15.8 KiB", "16.2 KiB", "961 us"]
+    assert total.split()[:2] == ["in", "all"]
+    assert show_seconds(made.seconds) == "961 us"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (10239, "10239 B"), (10240, "10 KiB"), (3 << 20, "3 MiB"), (5 << 38, "1.25 TiB")],
+)
+def test_bytes_for_people(nbytes: int, text: str) -> None:
+    assert show_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, "0"), (2.5e-6, "2.5 us"), (9.996e-4, "1 ms"), (0.25, "250 ms"), (3.0, "3 s")]
+)
+def test_seconds_for_people(seconds: float, text: str) -> None:
+    assert show_seconds(seconds) == text
+
+
+# -- time ---------------------------------------------------------------------------------------------
 
 
 def test_plan_time_is_reported() -> None:
@@ -281,7 +442,7 @@ def test_plan_time_is_reported() -> None:
 
 
 def key(size: int) -> Any:
-    return GRID.layout("dp"), GRID.layout("tp"), (size,), 4, 0
+    return GRID.layout("dp"), GRID.layout("tp"), (size,), 4, 0, None, None
 
 
 def test_the_cache_counts_and_is_bounded() -> None:
@@ -307,7 +468,7 @@ def test_the_cache_counts_and_is_bounded() -> None:
 def test_a_refused_plan_is_not_kept() -> None:
     cache = PlanCache(2)
     with pytest.raises(LayoutError):
-        cache.get((GRID.layout("dp"), GRID.layout("dp", None), (4,), 4, 0))
+        cache.get((GRID.layout("dp"), GRID.layout("dp", None), (4,), 4, 0, None, None))
     assert cache.info().size == 0
 
 
@@ -319,6 +480,9 @@ def test_the_cache_of_the_process() -> None:
     assert (found.rank, found.plan) == (5, plan(src, dst, (8,)))
     assert compiled_plan(src, dst, (8,), 2, 5) is not found
     assert compiled_plan(src, dst, (8,), 4, 4) is not found
+    assert compiled_plan(src, dst, (8,), 4, 5, FLAT) is not found
+    assert compiled_plan(src, dst, (8,), 4, 5, FLAT).plan == plan(src, dst, (8,), topology=FLAT)
+    assert compiled_plan(src, dst, (8,), 4, 5, None, 1000) is not found
 
 
 def test_threads_may_share_the_cache() -> None:

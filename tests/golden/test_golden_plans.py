@@ -21,11 +21,11 @@ SUM_A = {"a": "sum"}
 # Name -> source, target, shape, number of steps, bytes received by the worst rank as a share of the tensor's.
 # The first ten are the table of reference points of the design; P is a pending sum, S0 a shard of dim 0.
 CASES: dict[str, tuple[Layout, Layout, tuple[int, ...], int, float]] = {
-    "(8,8) S0,R -> R,S0": (TWO.layout("a", None), TWO.layout("b", None), (64, 64), 3, 0.125),
-    "(8,8) S0,S0 -> R,S0": (TWO.layout(("a", "b"), None), TWO.layout("b", None), (64, 64), 2, 0.125),
+    "(8,8) S0,R -> R,S0": (TWO.layout("a", None), TWO.layout("b", None), (64, 64), 1, 0.125),
+    "(8,8) S0,S0 -> R,S0": (TWO.layout(("a", "b"), None), TWO.layout("b", None), (64, 64), 1, 0.125),
     "(8,8) S0,S1 -> S1,S0": (TWO.layout("a", "b"), TWO.layout("b", "a"), (64, 64), 1, 0.0157),
     "(8,8) S0,S0 -> S1,S1": (TWO.layout(("a", "b"), None), TWO.layout(None, ("a", "b")), (64, 64), 1, 0.0157),
-    "(8,8) R,S0 -> S0,S0": (TWO.layout("b", None), TWO.layout(("a", "b"), None), (64, 64), 2, 0.0157),
+    "(8,8) R,S0 -> S0,S0": (TWO.layout("b", None), TWO.layout(("a", "b"), None), (64, 64), 1, 0.0157),
     "(8,8) P,P -> R,R": (
         TWO.layout(None, None, partial={"a": "sum", "b": "sum"}),
         TWO.layout(None, None),
@@ -85,6 +85,20 @@ CASES: dict[str, tuple[Layout, Layout, tuple[int, ...], int, float]] = {
         (36, 2),
         1,
         0.14,
+    ),
+    "boxes that only change owner, behind an uneven cut": (
+        TWO.layout(None, "a", ragged={"a": (1, 2, 3, 4, 5, 6, 7, 8)}),
+        TWO.layout(None, "b", ragged={"b": (1, 2, 3, 4, 5, 6, 7, 8)}),
+        (2, 36),
+        1,
+        0.223,
+    ),
+    "sum that leaves copies, on a large tensor that moves": (
+        TWO.layout("a", None, partial={"b": "sum"}),
+        TWO.layout(None, "a"),
+        (4096, 4096),
+        3,
+        0.235,
     ),
     "copies to a pending sum": (TWO.layout("b", None), TWO.layout("b", None, partial=SUM_A), (64, 64), 1, 0.0),
     "pending sum to pending maximum": (

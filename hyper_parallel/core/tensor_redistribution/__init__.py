@@ -7,6 +7,7 @@ from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.protocols import Platform, Tensor
 from hyper_parallel.core.tensor_redistribution.cache import compiled_plan as compiled_plan
 from hyper_parallel.core.tensor_redistribution.cache import plan_cache as plan_cache
+from hyper_parallel.core.tensor_redistribution.cost import Topology as Topology
 from hyper_parallel.core.tensor_redistribution.execute import BoxTable as BoxTable
 from hyper_parallel.core.tensor_redistribution.execute import CompiledPlan as CompiledPlan
 from hyper_parallel.core.tensor_redistribution.execute import compile_plan as compile_plan
@@ -26,6 +27,9 @@ def redistribute_local(
     itemsize: int,
     platform: Platform,
     rank: int | None = None,
+    *,
+    topology: Topology | None = None,
+    max_bytes: int | None = None,
 ) -> Tensor:
     """This rank's local tensor under `dst`, from the one under `src`; not differentiable.
 
@@ -37,6 +41,8 @@ def redistribute_local(
         itemsize: Bytes per element.
         platform: The framework of `local`.
         rank: Global rank. Default: that of this process.
+        topology: What communication costs, the same on every rank. Default: `Topology.of` the mesh.
+        max_bytes: Most bytes to hold at once, the same on every rank. Default: any number.
 
     Returns:
         `local` itself if nothing has to be done, else a tensor that shares no memory with it.
@@ -48,5 +54,6 @@ def redistribute_local(
     """
     if src is dst:
         return local
-    compiled = compiled_plan(src, dst, shape, itemsize, platform.rank() if rank is None else rank)
+    rank = platform.rank() if rank is None else rank
+    compiled = compiled_plan(src, dst, shape, itemsize, rank, topology, max_bytes)
     return run(compiled, local, platform.ops, platform.collectives)

@@ -9,10 +9,11 @@ from typing import TypeAlias
 
 from hyper_parallel.core.bounded_cache import CacheInfo, watch_cache
 from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.tensor_redistribution.cost import Topology
 from hyper_parallel.core.tensor_redistribution.execute import CompiledPlan, compile_plan
 from hyper_parallel.core.tensor_redistribution.planner import plan
 
-Key: TypeAlias = tuple[Layout, Layout, tuple[int, ...], int, int]
+Key: TypeAlias = tuple[Layout, Layout, tuple[int, ...], int, int, Topology | None, int | None]
 
 
 class PlanCache:
@@ -25,15 +26,15 @@ class PlanCache:
         self._hits = self._misses = self._evictions = 0
 
     def get(self, key: Key) -> CompiledPlan:
-        """The compiled plan of (src, dst, shape, itemsize, rank), made on the first call."""
+        """The compiled plan of (src, dst, shape, itemsize, rank, topology, max_bytes), made on the first call."""
         with self._lock:
             found = self._plans.get(key)
             if found is not None:
                 self._plans.move_to_end(key)
                 self._hits += 1
                 return found
-        src, dst, shape, itemsize, rank = key
-        made = compile_plan(plan(src, dst, shape, itemsize), rank)
+        src, dst, shape, itemsize, rank, topology, max_bytes = key
+        made = compile_plan(plan(src, dst, shape, itemsize, topology, max_bytes), rank)
         with self._lock:
             self._misses += 1
             self._plans[key] = made
@@ -65,7 +66,15 @@ plan_cache = PlanCache(1024)
 watch_cache("plans", plan_cache.info)
 
 
-def compiled_plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, rank: int) -> CompiledPlan:
+def compiled_plan(
+    src: Layout,
+    dst: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+    rank: int,
+    topology: Topology | None = None,
+    max_bytes: int | None = None,
+) -> CompiledPlan:
     """The compiled plan of this redistribution on `rank`, from the cache.
 
     Raises:
@@ -73,4 +82,4 @@ def compiled_plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: in
 
     Communication: none. Memory: bounded, see `PlanCache.set_limit`.
     """
-    return plan_cache.get((src, dst, shape, itemsize, rank))
+    return plan_cache.get((src, dst, shape, itemsize, rank, topology, max_bytes))

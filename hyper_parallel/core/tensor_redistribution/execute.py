@@ -179,8 +179,18 @@ def _compile(step: Step, rank: int, table: BoxTable) -> ReadyStep:
             is_equal, is_stacked = _regularity(receives, shape)
         case StepKind.EXCHANGE:
             theirs = [table.box(step.src, peer) for peer in ranks]
-            sends = tuple(_common(before, table.box(step.dst, peer), before) for peer in ranks)
-            receives = tuple(_common(box, after, after) for box in theirs)
+            nothing = ((0, 0),) * len(shape)
+            has_copies = bool(step.copy_axes)
+            sends = tuple(
+                nothing
+                if has_copies and not step.gives(rank, peer)
+                else _common(before, table.box(step.dst, peer), before)
+                for peer in ranks
+            )
+            receives = tuple(
+                nothing if has_copies and not step.gives(peer, rank) else _common(box, after, after)
+                for box, peer in zip(theirs, ranks, strict=True)
+            )
             is_void = all(box_numel(box) == 0 for box in theirs)
         case StepKind.ALL_REDUCE | StepKind.SCALE | StepKind.MAKE_PARTIAL:
             pass

@@ -1,5 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps a plan is made of, and what each costs one rank."""
+"""The steps a plan is made of, and what each costs one rank.
+
+Note [Who gives a copy]
+    An exchange may start from a layout with copies: its group then holds the source box of a rank once for each
+    position on the group's axes that the source does not shard, its *copy axes*. What a rank has already it keeps.
+    Every other part it gets from one of the copies, and which one is a rule over coordinates that giver and receiver
+    apply alike: the copy whose number, counted over the copy axes, is the receiver's own number plus its
+    coordinates on the other axes of the group, modulo the number of copies. Receivers of one box are neighbours
+    in some of these coordinates, so their requests spread over the copies.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +71,28 @@ class Step:
         """Number of ranks in each group."""
         return self.src.mesh.num_ranks(self.axes)
 
+    @property
+    def copy_axes(self) -> tuple[str, ...]:
+        """Axes of the group over which the source holds copies. See Note [Who gives a copy]."""
+        return tuple(axis for axis in self.axes if self.src.dim_of(axis) is None)
+
+    def gives(self, giver: int, receiver: int) -> bool:
+        """Whether `receiver`, in the same group of an exchange, gets its part of the box of `giver` from it."""
+        copied = self.copy_axes
+        if giver == receiver or not copied:
+            return True
+        mesh = self.src.mesh
+        from_, to = mesh.coord(giver), mesh.coord(receiver)
+        held = [mesh.axis_index(axis) for axis in self.axes if axis not in copied]
+        if all(from_[i] == to[i] for i in held):
+            return False
+        number = own = 0
+        for axis in copied:
+            i = mesh.axis_index(axis)
+            number = number * mesh.shape[i] + from_[i]
+            own = own * mesh.shape[i] + to[i]
+        return number == (own + sum(to[i] for i in held)) % mesh.num_ranks(copied)
+
     def received(self, shape: tuple[int, ...], rank: int) -> int:
         """Elements that `rank` receives of a tensor of global `shape`."""
         if not self.kind.communicates:
@@ -90,7 +121,9 @@ class Step:
                 return _ring_all_reduce(box_numel(before), others)
             case _:
                 peers = self.src.mesh.group_ranks(self.axes, rank)
-                parts = (intersect(before, self.dst.box(shape, peer)) for peer in peers if peer != rank)
+                is_exchange = self.kind is StepKind.EXCHANGE
+                asking = (peer for peer in peers if peer != rank and (not is_exchange or self.gives(rank, peer)))
+                parts = (intersect(before, self.dst.box(shape, peer)) for peer in asking)
                 return sum(box_numel(part) for part in parts if part is not None)
 
 
