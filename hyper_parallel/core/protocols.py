@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a framework provides, and how it is found.
 
-Every seam is a small `Protocol`; the contract suite in `hyper_parallel.testing` runs on all
-implementations. A platform is loaded by name on first use: the core never imports a framework.
+Every seam is a small `Protocol`. A platform is loaded by name on first use: the core never imports a framework.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 from hyper_parallel.core.errors import HyperParallelError
@@ -45,34 +46,71 @@ class TensorOps(Protocol):
         """`x` times a number, as a new tensor of the same dtype."""
         ...
 
-    def reduce(self, parts: Sequence[Tensor], op: str) -> Tensor:
-        """Combine equal-shaped `parts`; 16-bit sums are accumulated in fp32."""
-        ...
-
     def contiguous(self, x: Tensor) -> Tensor:
         """`x` in row-major order, `x` itself if it already is."""
         ...
 
 
+class Summation(Enum):
+    """How carefully a sum over ranks is made. Values of 16 bits are added in fp32 and travel in 16 bits in any case."""
+
+    FAST = "fast"
+    """As the backend does it best."""
+    ORDERED = "ordered"
+    """In the order of the ranks, by us: the same bits in every run, on any backend."""
+    COMPENSATED = "compensated"
+    """In that order and in twice the precision, rounded once: fp32 in float64, float64 with its rounding errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What becomes of the values of all ranks.
+
+    Attributes:
+        op: `sum`, `max`, `min`, `prod`, `all` or `any`.
+        divisor: What the sum is divided by, once, before it is rounded to the dtype of the values.
+        summation: How carefully it is made.
+    """
+
+    op: str
+    divisor: int = 1
+    summation: Summation = Summation.FAST
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Its result, once it is there (on a device with streams: once the current stream will have it)."""
+        ...
+
+
 class Collectives(Protocol):
-    """Communication that a plan step needs, over the ranks of one group, in group order."""
+    """Communication that a plan step needs, over the ranks of one group, in group order.
 
-    def all_reduce(self, x: Tensor, op: str, ranks: tuple[int, ...]) -> Tensor:
-        """Every rank gets the reduction of all `x`, which is not changed."""
+    Every method starts a collective and returns at once. Inputs must not be changed until it has ended, and are not
+    changed by it. Parts and outputs may be views of any strides: what cannot travel as it lies is packed on the way.
+    """
+
+    def all_reduce(self, x: Tensor, reduction: Reduction, ranks: tuple[int, ...]) -> Pending:
+        """Result: the reduction of all `x`, on every rank, in memory of its own."""
         ...
 
-    def reduce_scatter(self, parts: Tensor, op: str, ranks: tuple[int, ...]) -> Tensor:
-        """`parts` (n, *shape) -> (*shape): rank i gets the reduction of all `parts[i]`."""
+    def reduce_scatter(
+        self, parts: Sequence[Tensor], reduction: Reduction, ranks: tuple[int, ...], *, is_equal: bool
+    ) -> Pending:
+        """`parts[i]` goes to rank i. Result: the reduction of this rank's part, in memory of its own.
+
+        `is_equal`: all parts have one shape, which every rank of the group knows.
+        """
         ...
 
-    def all_gather(self, x: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """`x` (*shape), equal on all ranks -> (n, *shape)."""
+    def all_gather(self, x: Tensor, outs: Sequence[Tensor], ranks: tuple[int, ...], *, is_equal: bool) -> Pending:
+        """Write `x` of rank i into `outs[i]`, on every rank. `is_equal`: all have one shape."""
         ...
 
-    def all_to_all(
-        self, sends: Sequence[Tensor], recv_shapes: Sequence[tuple[int, ...]], ranks: tuple[int, ...]
-    ) -> list[Tensor]:
-        """`sends[i]` goes to rank i of the group; the i-th result came from rank i. Sizes may differ or be 0."""
+    def all_to_all(self, sends: Sequence[Tensor], outs: Sequence[Tensor], ranks: tuple[int, ...]) -> Pending:
+        """Write what rank i sends to this rank into `outs[i]`. Sizes may differ or be 0."""
         ...
 
 

@@ -14,6 +14,7 @@ from hyper_parallel.core.box import box_numel
 from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.errors import MeshError
 from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.protocols import Reduction
 from hyper_parallel.core.tensor_redistribution import StepKind, Topology, plan
 from hyper_parallel.core.tensor_redistribution.cost import REPEATS, largest_piece, step_cost, step_seconds
 from hyper_parallel.core.tensor_redistribution.planner import candidates
@@ -151,6 +152,16 @@ def test_peaks_cover_all_ranks() -> None:
 # -- measuring ----------------------------------------------------------------------------------------
 
 
+class Done:
+    """A collective that has ended."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def wait(self) -> Any:
+        return self.result
+
+
 class MeasuredJob:
     """A platform of virtual tensors whose transfers and copies advance a clock; some rank is slower than ours."""
 
@@ -169,17 +180,17 @@ class MeasuredJob:
     def rank(self) -> int:
         return 1
 
-    def all_to_all(self, sends: Sequence[Any], recv_shapes: Any, ranks: tuple[int, ...]) -> list[Any]:
+    def all_to_all(self, sends: Sequence[Any], outs: Sequence[Any], ranks: tuple[int, ...]) -> Any:
         self.num_exchanges += 1
         assert 1 in ranks
-        assert [send.shape for send in sends] == list(recv_shapes)
+        assert [send.shape for send in sends] == [out.shape for out in outs]
         peers = len(ranks) - 1
         self.now += self.costs[0] * (1 + peers) + self.costs[1] * (peers or 1) * (sends[0].nbytes - sends[0].itemsize)
-        return [send.copy() for send in sends]
+        return Done(None)
 
-    def all_reduce(self, x: Any, op: str, ranks: tuple[int, ...]) -> Any:
-        assert (op, ranks) == ("max", tuple(range(8)))
-        return x * self.slowest
+    def all_reduce(self, x: Any, reduction: Reduction, ranks: tuple[int, ...]) -> Any:
+        assert (reduction, ranks) == (Reduction("max"), tuple(range(8)))
+        return Done(x * self.slowest)
 
 
 class _CopiesOnAClock(VirtualOps):

@@ -120,10 +120,9 @@ def test_steps_of_typical_moves() -> None:
 
 def test_a_mixed_sum_and_average_is_divided_once() -> None:
     made = plan(GRID.layout(None, partial={"dp": "avg", "tp": "sum"}), GRID.layout(None), (8,))
-    assert kinds(made) == ["all-reduce", "scale"]
-    assert (made.steps[0].op, made.steps[1].factor) == ("sum", 0.25)
+    assert [(step.kind, step.op, step.divisor) for step in made.steps] == [(StepKind.ALL_REDUCE, "sum", 4)]
     made = plan(GRID.layout(None, partial={"dp": "avg", "tp": "avg"}), GRID.layout(None), (8,))
-    assert [(step.kind, step.op) for step in made.steps] == [(StepKind.ALL_REDUCE, "avg")]
+    assert [(step.kind, step.op, step.divisor) for step in made.steps] == [(StepKind.ALL_REDUCE, "sum", 8)]
 
 
 def test_pending_sum_as_average_and_back() -> None:

@@ -75,7 +75,7 @@ CASES: dict[str, tuple[Layout, Layout, tuple[int, ...], int, float]] = {
         TWO.layout(None, partial={"a": "sum", "b": "avg"}),
         TWO.layout(None),
         (64,),
-        2,
+        1,
         2.0,
     ),
     "uneven": (TWO.layout("a", None), TWO.layout(None, "a"), (20, 13), 1, 0.14),

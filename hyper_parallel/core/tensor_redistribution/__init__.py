@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 from hyper_parallel.core.layout import Layout
-from hyper_parallel.core.protocols import Platform, Tensor
+from hyper_parallel.core.protocols import Platform, Summation, Tensor
 from hyper_parallel.core.tensor_redistribution.cache import compiled_plan as compiled_plan
 from hyper_parallel.core.tensor_redistribution.cache import plan_cache as plan_cache
 from hyper_parallel.core.tensor_redistribution.cost import Topology as Topology
+from hyper_parallel.core.tensor_redistribution.drive import run as run
 from hyper_parallel.core.tensor_redistribution.execute import BoxTable as BoxTable
 from hyper_parallel.core.tensor_redistribution.execute import CompiledPlan as CompiledPlan
 from hyper_parallel.core.tensor_redistribution.execute import compile_plan as compile_plan
 from hyper_parallel.core.tensor_redistribution.execute import execute_steps as execute_steps
-from hyper_parallel.core.tensor_redistribution.execute import run as run
 from hyper_parallel.core.tensor_redistribution.planner import Plan as Plan
 from hyper_parallel.core.tensor_redistribution.planner import plan as plan
 from hyper_parallel.core.tensor_redistribution.steps import Step as Step
@@ -30,6 +30,7 @@ def redistribute_local(
     *,
     topology: Topology | None = None,
     max_bytes: int | None = None,
+    summation: Summation = Summation.FAST,
 ) -> Tensor:
     """This rank's local tensor under `dst`, from the one under `src`; not differentiable.
 
@@ -43,6 +44,7 @@ def redistribute_local(
         rank: Global rank. Default: that of this process.
         topology: What communication costs, the same on every rank. Default: `Topology.of` the mesh.
         max_bytes: Most bytes to hold at once, the same on every rank. Default: any number.
+        summation: How carefully sums are made.
 
     Returns:
         `local` itself if nothing has to be done, else a tensor that shares no memory with it.
@@ -56,4 +58,4 @@ def redistribute_local(
         return local
     rank = platform.rank() if rank is None else rank
     compiled = compiled_plan(src, dst, shape, itemsize, rank, topology, max_bytes)
-    return run(compiled, local, platform.ops, platform.collectives)
+    return run(compiled, local, platform.ops, platform.collectives, summation)

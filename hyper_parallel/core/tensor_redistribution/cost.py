@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeAlias
 from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.errors import MeshError
 from hyper_parallel.core.layout import Layout
-from hyper_parallel.core.protocols import Platform, Tensor
+from hyper_parallel.core.protocols import Platform, Reduction, Tensor
 from hyper_parallel.core.tensor_redistribution.steps import Step, StepKind
 
 NODE = 8
@@ -261,9 +261,9 @@ def step_seconds(step: Step, cost: StepCost, itemsize: int, topology: Topology) 
 
 
 def _exchange_seconds(platform: Platform, part: Tensor, ranks: tuple[int, ...], clock: Callable[[], float]) -> float:
-    shape = tuple(part.shape)
-    sends, shapes = [part] * len(ranks), [shape] * len(ranks)
-    return _median_seconds(lambda: platform.collectives.all_to_all(sends, shapes, ranks), clock)
+    sends = [part] * len(ranks)
+    outs = [platform.ops.empty(tuple(part.shape), part) for _ in ranks]
+    return _median_seconds(lambda: platform.collectives.all_to_all(sends, outs, ranks).wait(), clock)
 
 
 def _median_seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
@@ -289,6 +289,6 @@ def _slowest(
     mine = ops.zeros((len(costs),), like)
     for i, cost in enumerate(costs):
         ops.write(mine, ((i, i + 1),), ops.zeros((1,), like) + cost * 1e9)
-    agreed = platform.collectives.all_reduce(mine, "max", mesh.ranks)
+    agreed = platform.collectives.all_reduce(mine, Reduction("max"), mesh.ranks).wait()
     seconds = [max(float(value) * 1e-9, LEAST_SECONDS) for value in agreed.tolist()]
     return seconds[:-1], seconds[-1:]

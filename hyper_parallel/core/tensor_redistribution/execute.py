@@ -1,24 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans made ready for one rank, and the loop that runs them.
 
-The loop does no communication itself: it is a generator that yields what it wants communicated and is sent
-the result. One process answers with its framework's collectives; the virtual platform runs the generators of
-all ranks side by side and answers from their midst.
+The loop does no communication itself: it is a generator that yields what it wants communicated, in rounds, and is
+sent the results. One process answers with its framework's collectives (drive.py); the virtual platform runs
+the generators of all ranks side by side and answers from their midst.
 
 What those who answer owe: the input of a request is not changed, and no answer shares memory with it.
+
+Note [Pipeline]
+    A large reduce-scatter that an all-reduce follows (gradients of replicas of shards) is cut into chunks: while one
+    chunk is all-reduced the next is reduce-scattered, on other links. Chunks are ranges of the first dim of every
+    rank's part, by global sizes, so all ranks cut alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, assert_never
 
 from hyper_parallel.core.box import Box, box_numel, box_shape, intersect, relative_to, whole_box
 from hyper_parallel.core.layout import Layout
-from hyper_parallel.core.protocols import Collectives, Tensor, TensorOps
+from hyper_parallel.core.protocols import Reduction, Summation, Tensor, TensorOps
+from hyper_parallel.core.tensor_redistribution.cost import largest_piece
 from hyper_parallel.core.tensor_redistribution.planner import Plan
 from hyper_parallel.core.tensor_redistribution.steps import Step, StepKind
+
+PIPELINE_BYTES = 4 << 20
+"""Parts of at least this many bytes are pipelined. See Note [Pipeline]."""
+NUM_CHUNKS = 4
+"""Chunks of a pipeline."""
+_ROUNDED = ("sum", "prod")
+"""Reductions whose result depends on how carefully they are made."""
 
 Ranks: TypeAlias = tuple[int, ...]
 Shape: TypeAlias = tuple[int, ...]
@@ -29,7 +44,7 @@ class AllReduceRequest:
     """See `Collectives.all_reduce`."""
 
     x: Tensor
-    op: str
+    reduction: Reduction
     ranks: Ranks
 
 
@@ -37,9 +52,10 @@ class AllReduceRequest:
 class ReduceScatterRequest:
     """See `Collectives.reduce_scatter`."""
 
-    parts: Tensor
-    op: str
+    parts: tuple[Tensor, ...]
+    reduction: Reduction
     ranks: Ranks
+    is_equal: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +63,9 @@ class AllGatherRequest:
     """See `Collectives.all_gather`."""
 
     x: Tensor
+    outs: tuple[Tensor, ...]
     ranks: Ranks
+    is_equal: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +73,14 @@ class AllToAllRequest:
     """See `Collectives.all_to_all`."""
 
     sends: tuple[Tensor, ...]
-    recv_shapes: tuple[Shape, ...]
+    outs: tuple[Tensor, ...]
     ranks: Ranks
 
 
 Request: TypeAlias = AllReduceRequest | ReduceScatterRequest | AllGatherRequest | AllToAllRequest
-Execution: TypeAlias = Generator[Request, Any, Tensor]
+Round: TypeAlias = "tuple[Request, ...]"
+"""Requests that are under way at the same time."""
+Execution: TypeAlias = Generator[Round, Sequence[Any], Tensor]
 
 
 # -- making ready ---------------------------------------------------------------------------------
@@ -75,27 +95,31 @@ class ReadyStep:
         ranks: The group, in order.
         op: The reduction.
         factor: The number to multiply by.
+        divisor: The number that a finished sum is divided by.
         shape: Shape of the new local tensor.
         sends: Per rank of the group, the part of the local tensor it gets. SLICE has one: what is kept.
         receives: Per rank of the group, where its part goes in the new local tensor.
         is_equal: Whether all parts have one shape, so that the collective of equal parts serves. The same
-            on all ranks of the group, as is `is_void`.
-        is_stacked: Whether the parts, stacked, are the whole tensor in memory order: no packing.
+            on all ranks of the group, as are `is_void`, `is_halved` and `is_pipelined`.
         is_void: Whether nobody in the group has an element to give.
         is_first: Whether this rank keeps the value when a reduction is made pending.
+        is_halved: Whether an all-reduce is always done as a reduce-scatter and an all-gather, so that we do the adding.
+        is_pipelined: Whether this reduce-scatter and the all-reduce behind it run as a pipeline.
     """
 
     kind: StepKind
     ranks: Ranks
     op: str
     factor: float
+    divisor: int
     shape: Shape
     sends: tuple[Box, ...] = ()
     receives: tuple[Box, ...] = ()
     is_equal: bool = False
-    is_stacked: bool = False
     is_void: bool = False
     is_first: bool = False
+    is_halved: bool = False
+    is_pipelined: bool = False
 
     @property
     def shares_memory(self) -> bool:
@@ -127,6 +151,18 @@ class CompiledPlan:
     steps: tuple[ReadyStep, ...]
     needs_copy: bool
 
+    def num_rounds(self, summation: Summation) -> int:
+        """How often `execute_steps` yields on this rank."""
+        num, steps = 0, iter(self.steps)
+        for step in steps:
+            if step.is_void or not step.kind.communicates:
+                continue
+            if _runs_as_pipeline(step, summation):
+                next(steps)
+                num += NUM_CHUNKS
+            num += 1 + _is_halved(step, summation)
+        return num
+
 
 class BoxTable:
     """The boxes of one global shape, each computed once; share it to make a plan ready for many ranks."""
@@ -154,9 +190,21 @@ def compile_plan(plan: Plan, rank: int, table: BoxTable | None = None) -> Compil
     Communication: none. Memory: two boxes per rank of the largest group.
     """
     table = BoxTable(plan.shape) if table is None else table
-    steps = tuple(_compile(step, rank, table) for step in plan.steps)
+    steps = [_compile(step, rank, table) for step in plan.steps]
+    for i, step in enumerate(plan.steps):
+        if step.kind is StepKind.ALL_REDUCE and step.op in _ROUNDED:
+            # Values of 16 bits are to be added in fp32.
+            is_narrow = plan.itemsize <= 2
+            steps[i] = replace(steps[i], is_halved=is_narrow)
+            if i and plan.steps[i - 1].kind is StepKind.REDUCE_SCATTER and not is_narrow:
+                steps[i - 1] = replace(steps[i - 1], is_pipelined=_is_worth_chunks(step, plan))
     needs_copy = bool(steps) and all(step.shares_memory for step in steps)
-    return CompiledPlan(plan, rank, steps, needs_copy)
+    return CompiledPlan(plan, rank, tuple(steps), needs_copy)
+
+
+def _is_worth_chunks(step: Step, plan: Plan) -> bool:
+    part = largest_piece(step.src, plan.shape)
+    return bool(part) and part[0] >= NUM_CHUNKS and plan.itemsize * math.prod(part) >= PIPELINE_BYTES
 
 
 def _compile(step: Step, rank: int, table: BoxTable) -> ReadyStep:
@@ -165,18 +213,18 @@ def _compile(step: Step, rank: int, table: BoxTable) -> ReadyStep:
     shape = box_shape(after)
     sends: tuple[Box, ...] = ()
     receives: tuple[Box, ...] = ()
-    is_equal = is_stacked = False
+    is_equal = False
     is_void = box_numel(after) == 0
     match step.kind:
         case StepKind.SLICE:
             sends = (_within(after, before),)
         case StepKind.REDUCE_SCATTER:
             sends = tuple(_within(table.box(step.dst, peer), before) for peer in ranks)
-            is_equal, is_stacked = _regularity(sends, box_shape(before))
+            is_equal = _have_one_shape(sends)
             is_void = box_numel(before) == 0
         case StepKind.ALL_GATHER:
             receives = tuple(_within(table.box(step.src, peer), after) for peer in ranks)
-            is_equal, is_stacked = _regularity(receives, shape)
+            is_equal = _have_one_shape(receives)
         case StepKind.EXCHANGE:
             theirs = [table.box(step.src, peer) for peer in ranks]
             nothing = ((0, 0),) * len(shape)
@@ -201,11 +249,11 @@ def _compile(step: Step, rank: int, table: BoxTable) -> ReadyStep:
         ranks,
         step.op or "",
         step.factor,
+        step.divisor,
         shape,
         sends,
         receives,
         is_equal=is_equal,
-        is_stacked=is_stacked,
         is_void=is_void,
         is_first=rank == ranks[0],
     )
@@ -224,67 +272,85 @@ def _common(a: Box, b: Box, origin: Box) -> Box:
     return ((0, 0),) * len(origin) if shared is None else relative_to(shared, origin)
 
 
-def _regularity(boxes: tuple[Box, ...], shape: Shape) -> tuple[bool, bool]:
-    """Whether the boxes have one shape, and whether they are consecutive slabs of the outermost dim of size over 1."""
+def _have_one_shape(boxes: tuple[Box, ...]) -> bool:
     first = box_shape(boxes[0])
-    if any(box_shape(box) != first for box in boxes):
-        return False, False
-    lead = next((dim for dim, size in enumerate(shape) if size != 1), None)
-    if lead is None:
-        return True, False
-    expected = 0
-    for box in boxes:
-        start, stop = box[lead]
-        rest_is_whole = box_shape(box[lead + 1 :]) == shape[lead + 1 :]
-        if start != expected or not rest_is_whole:
-            return True, False
-        expected = stop
-    return True, expected == shape[lead]
+    return all(box_shape(box) == first for box in boxes)
 
 
 # -- running --------------------------------------------------------------------------------------
 
 
-def execute_steps(compiled: CompiledPlan, local: Tensor, ops: TensorOps) -> Execution:
+def execute_steps(
+    compiled: CompiledPlan,
+    local: Tensor,
+    ops: TensorOps,
+    summation: Summation = Summation.FAST,
+    *,
+    keeps_source: bool = True,
+) -> Execution:
     """Run a plan on one rank's local tensor, which is not changed.
 
     Args:
         compiled: The plan, for this rank.
         local: Local tensor under `compiled.plan.src`.
         ops: The framework's local tensor work.
+        summation: How carefully sums are made.
+        keeps_source: Whether `local` stays as it is until the end. If not, what the last round reads is copied.
 
     Yields:
-        Requests, to be answered with what the method of `Collectives` of that name returns.
+        Rounds of requests, to be answered with what waiting for the method of `Collectives` of that name gives.
 
     Returns:
         Local tensor under `compiled.plan.dst`: `local` itself if the plan has no steps, else one that shares no memory
         with it.
     """
-    out = local
-    for step in compiled.steps:
-        out = yield from _run_step(step, out, ops)
-    if not compiled.needs_copy:
-        return out
-    shape = compiled.steps[-1].shape
-    copied = ops.empty(shape, out)
-    ops.write(copied, whole_box(shape), out)
+    out, is_source = local, True
+    steps = iter(compiled.steps)
+    for step in steps:
+        if is_source and not keeps_source and step.kind.communicates:
+            out = _copied(out, ops)
+        is_source = is_source and step.shares_memory
+        if _runs_as_pipeline(step, summation):
+            out = yield from _pipeline(step, next(steps), out, ops, summation)
+        else:
+            out = yield from _run_step(step, out, ops, summation)
+    return _copied(out, ops) if compiled.needs_copy else out
+
+
+def _runs_as_pipeline(step: ReadyStep, summation: Summation) -> bool:
+    return step.is_pipelined and not step.is_void and summation is Summation.FAST
+
+
+def _is_halved(step: ReadyStep, summation: Summation) -> bool:
+    is_careful = summation is not Summation.FAST and step.op in _ROUNDED
+    return step.kind is StepKind.ALL_REDUCE and (step.is_halved or is_careful)
+
+
+def _copied(x: Tensor, ops: TensorOps) -> Tensor:
+    copied = ops.empty(tuple(x.shape), x)
+    ops.write(copied, whole_box(x.shape), x)
     return copied
 
 
-def _run_step(step: ReadyStep, x: Tensor, ops: TensorOps) -> Execution:
+def _run_step(step: ReadyStep, x: Tensor, ops: TensorOps, summation: Summation) -> Execution:
     if step.is_void:
         return ops.empty(step.shape, x)
     match step.kind:
         case StepKind.SLICE:
             return ops.slice(x, step.sends[0])
         case StepKind.REDUCE_SCATTER:
-            return (yield from _reduce_scatter(step, x, ops))
+            parts = tuple(ops.slice(x, box) for box in step.sends)
+            return (yield from _reduce_scatter(step, parts, summation))
         case StepKind.ALL_REDUCE:
-            return (yield AllReduceRequest(x, step.op, step.ranks))
+            return (yield from _all_reduce(step, x, ops, summation))
         case StepKind.EXCHANGE:
-            return (yield from _exchange(step, x, ops))
+            out, outs = _outputs(step, x, ops)
+            yield (AllToAllRequest(tuple(ops.slice(x, box) for box in step.sends), outs, step.ranks),)
+            return out
         case StepKind.ALL_GATHER:
-            return (yield from _all_gather(step, x, ops))
+            out, outs = _outputs(step, x, ops)
+            yield (AllGatherRequest(x, outs, step.ranks, step.is_equal),)
+            return out
         case StepKind.SCALE:
             return x if step.factor == 1 else ops.scale(x, step.factor)
         case StepKind.MAKE_PARTIAL:
@@ -292,90 +358,73 @@ def _run_step(step: ReadyStep, x: Tensor, ops: TensorOps) -> Execution:
     assert_never(step.kind)
 
 
-def _reduce_scatter(step: ReadyStep, x: Tensor, ops: TensorOps) -> Execution:
-    num = len(step.ranks)
-    if not step.is_equal:
-        sends = tuple(ops.slice(x, box) for box in step.sends)
-        pieces = yield AllToAllRequest(sends, (step.shape,) * num, step.ranks)
-        return ops.reduce(pieces, step.op)
-    if step.is_stacked:
-        parts = ops.reshape(ops.contiguous(x), (num, *step.shape))
-    else:
-        parts = ops.empty((num, *step.shape), x)
-        for i, box in enumerate(step.sends):
-            part = ops.slice(x, box)
-            ops.write(ops.reshape(ops.slice(parts, _row(i, step.shape)), step.shape), whole_box(step.shape), part)
-    return (yield ReduceScatterRequest(parts, step.op, step.ranks))
-
-
-def _exchange(step: ReadyStep, x: Tensor, ops: TensorOps) -> Execution:
-    sends = tuple(ops.slice(x, box) for box in step.sends)
-    shapes = tuple(box_shape(box) for box in step.receives)
-    pieces = yield AllToAllRequest(sends, shapes, step.ranks)
-    return _place(step, pieces, x, ops)
-
-
-def _all_gather(step: ReadyStep, x: Tensor, ops: TensorOps) -> Execution:
-    shapes = tuple(box_shape(box) for box in step.receives)
-    if not step.is_equal:
-        pieces = yield AllToAllRequest((x,) * len(step.ranks), shapes, step.ranks)
-        return _place(step, pieces, x, ops)
-    stacked = yield AllGatherRequest(x, step.ranks)
-    if step.is_stacked:
-        return ops.reshape(stacked, step.shape)
-    pieces = [ops.reshape(ops.slice(stacked, _row(i, shape)), shape) for i, shape in enumerate(shapes)]
-    return _place(step, pieces, x, ops)
-
-
-def _row(index: int, shape: Shape) -> Box:
-    """Box of part `index` in a stack of parts of `shape`."""
-    return ((index, index + 1), *whole_box(shape))
-
-
-def _place(step: ReadyStep, pieces: list[Tensor], like: Tensor, ops: TensorOps) -> Tensor:
-    """Put received pieces where they belong; a piece that is the whole result is it."""
-    arrived = [(box, piece) for box, piece in zip(step.receives, pieces, strict=True) if box_numel(box)]
-    if len(arrived) == 1:
-        return arrived[0][1]
+def _outputs(step: ReadyStep, like: Tensor, ops: TensorOps) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The new local tensor and, per rank of the group, the part of it that comes from there."""
     out = ops.empty(step.shape, like)
-    for box, piece in arrived:
-        ops.write(out, box, piece)
+    return out, tuple(ops.slice(out, box) for box in step.receives)
+
+
+def _reduction(step: ReadyStep, summation: Summation) -> Reduction:
+    return Reduction(step.op, step.divisor, summation)
+
+
+def _reduce_scatter(step: ReadyStep, parts: tuple[Tensor, ...], summation: Summation) -> Execution:
+    answers = yield (ReduceScatterRequest(parts, _reduction(step, summation), step.ranks, step.is_equal),)
+    return answers[0]
+
+
+def _all_reduce(step: ReadyStep, x: Tensor, ops: TensorOps, summation: Summation) -> Execution:
+    reduction = _reduction(step, summation)
+    if not _is_halved(step, summation):
+        answers = yield (AllReduceRequest(x, reduction, step.ranks),)
+        return answers[0]
+    numel = math.prod(x.shape)
+    size = -(-numel // len(step.ranks))
+    flat = ops.reshape(ops.contiguous(x), (numel,))
+    ends = [min(i * size, numel) for i in range(len(step.ranks) + 1)]
+    parts = tuple(ops.slice(flat, ((start, stop),)) for start, stop in itertools.pairwise(ends))
+    is_equal = size * len(step.ranks) == numel
+    answers = yield (ReduceScatterRequest(parts, reduction, step.ranks, is_equal),)
+    out = ops.empty((numel,), x)
+    outs = tuple(ops.slice(out, ((start, stop),)) for start, stop in itertools.pairwise(ends))
+    yield (AllGatherRequest(answers[0], outs, step.ranks, is_equal),)
+    return ops.reshape(out, step.shape)
+
+
+def _pipeline(scatter: ReadyStep, reduce: ReadyStep, x: Tensor, ops: TensorOps, summation: Summation) -> Execution:
+    """A reduce-scatter and an all-reduce in chunks. See Note [Pipeline]."""
+    parts = [ops.slice(x, box) for box in scatter.sends]
+    out = ops.empty(reduce.shape, x)
+    waiting: list[Box] = []
+    piece: Tensor = None
+    for i in range(NUM_CHUNKS + 1):
+        round_: list[Request] = []
+        if i < NUM_CHUNKS:
+            chunks = tuple(ops.slice(part, _chunk(part.shape, i)) for part in parts)
+            round_.append(ReduceScatterRequest(chunks, _reduction(scatter, summation), scatter.ranks, False))
+        if waiting:
+            round_.append(AllReduceRequest(piece, _reduction(reduce, summation), reduce.ranks))
+        answers = yield tuple(round_)
+        if waiting:
+            ops.write(out, waiting.pop(), answers[-1])
+        if i < NUM_CHUNKS:
+            piece = answers[0]
+            waiting.append(_chunk(reduce.shape, i))
     return out
+
+
+def _chunk(shape: Shape, index: int) -> Box:
+    """Chunk `index` of a part: a range of its first dim."""
+    length = shape[0] if shape else 1
+    start, stop = (length * i // NUM_CHUNKS for i in (index, index + 1))
+    return ((start, stop), *whole_box(shape[1:]))
 
 
 def _keeps_value(step: ReadyStep) -> bool:
     """Whether this rank's operand of a reduction made pending is the value itself; sum and prod count it once."""
-    return step.is_first or step.op not in ("sum", "prod")
+    return step.is_first or step.op not in _ROUNDED
 
 
 def _neutral(step: ReadyStep, x: Tensor, ops: TensorOps) -> Tensor:
     zeros = ops.zeros(step.shape, x)
     return zeros if step.op == "sum" else zeros + 1
-
-
-def run(compiled: CompiledPlan, local: Tensor, ops: TensorOps, collectives: Collectives) -> Tensor:
-    """Run a plan in this process. See `execute_steps`.
-
-    Communication: that of the plan.
-    """
-    execution = execute_steps(compiled, local, ops)
-    answer: Any = None
-    while True:
-        try:
-            request = execution.send(answer)
-        except StopIteration as done:
-            return done.value
-        answer = _answer(request, collectives)
-
-
-def _answer(request: Request, collectives: Collectives) -> Any:
-    match request:
-        case AllReduceRequest(x, op, ranks):
-            return collectives.all_reduce(x, op, ranks)
-        case ReduceScatterRequest(parts, op, ranks):
-            return collectives.reduce_scatter(parts, op, ranks)
-        case AllGatherRequest(x, ranks):
-            return collectives.all_gather(x, ranks)
-        case AllToAllRequest(sends, shapes, ranks):
-            return collectives.all_to_all(sends, shapes, ranks)
-    assert_never(request)

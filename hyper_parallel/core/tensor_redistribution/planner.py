@@ -127,7 +127,8 @@ class Plan:
 def _how(step: Step) -> str:
     if step.kind is StepKind.SCALE:
         return f" x {step.factor:g}"
-    return f" {step.op}" if step.op else ""
+    divided = f" / {step.divisor}" if step.divisor > 1 else ""
+    return f" {step.op}{divided}" if step.op else ""
 
 
 class Form(NamedTuple):
@@ -375,7 +376,6 @@ class _Builder:
         ]
         rescaled = {axis for axis, _ in self.rescaled}
         self.finished = [axis for axis, op in src.partial if dst.op_of(axis) is not op and axis not in rescaled]
-        self.factor = 1.0
 
     def build(self, form: Form) -> list[Step]:
         """The steps of a plan of that form."""
@@ -436,23 +436,21 @@ class _Builder:
         """Finish the reductions over `axes` while cutting to `splits`."""
         pending = dict(self.layout.partial)
         ops = {pending.pop(axis) for axis in axes}
-        if len(ops) > 1:
-            # A sum over some axes and an average over others: one sum, divided once.
-            averaged = [axis for axis in axes if self.layout.op_of(axis) is ReduceOp.AVG]
-            self.factor /= self.layout.mesh.num_ranks(averaged)
-            ops = {ReduceOp.SUM}
-        op = ops.pop().value if ops else None
+        # Averages, over all axes or some of them, are one sum that is divided once.
+        averaged = [axis for axis in axes if self.layout.op_of(axis) is ReduceOp.AVG]
+        op = "sum" if averaged else ops.pop().value if ops else None
         order = self._in_cut_order(axes, splits)
-        self._add(kind, splits, pending, axes=order, op=op)
+        self._add(kind, splits, pending, axes=order, op=op, divisor=self.layout.mesh.num_ranks(averaged))
 
     def _rescale(self) -> None:
         pending = dict(self.layout.partial)
+        factor = 1.0
         for axis, op in self.rescaled:
             size = self.layout.mesh.size(axis)
-            self.factor *= size if op is ReduceOp.SUM else 1 / size
+            factor *= size if op is ReduceOp.SUM else 1 / size
             pending[axis] = ReduceOp.AVG if op is ReduceOp.SUM else ReduceOp.SUM
-        if self.rescaled or self.factor != 1:
-            self._add(StepKind.SCALE, self.layout.splits, pending, factor=self.factor)
+        if self.rescaled:
+            self._add(StepKind.SCALE, self.layout.splits, pending, factor=factor)
 
     def _make_partial(self) -> None:
         made = [(axis, op) for axis, op in self.dst.partial if self.layout.op_of(axis) is None]
@@ -470,6 +468,7 @@ class _Builder:
         axes: tuple[str, ...] = (),
         op: str | None = None,
         factor: float = 1.0,
+        divisor: int = 1,
     ) -> None:
         """Add a step to the layout of `splits` and `pending` (default: as they are), if that changes anything."""
         here, target = self.layout, tuple(splits)
@@ -488,7 +487,7 @@ class _Builder:
                 ragged={axis: sizes for units in target for axis, sizes in units if sizes is not None},
             )
         if after is not here or factor != 1:
-            self.steps.append(Step(kind, here, after, axes, op, factor))
+            self.steps.append(Step(kind, here, after, axes, op, factor, divisor))
             self.layout = after
 
     def _in_mesh_order(self, axes: Iterable[str]) -> tuple[str, ...]:

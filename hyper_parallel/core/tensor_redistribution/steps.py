@@ -33,7 +33,7 @@ class StepKind(Enum):
     ALL_GATHER = "all-gather"
     """Put the parts of the group together on each of its ranks."""
     SCALE = "scale"
-    """Multiply by a number: a pending sum becomes a pending average or back, or a mixed reduction is divided."""
+    """Multiply by a number: a pending sum becomes a pending average or back."""
     MAKE_PARTIAL = "make-partial"
     """Turn copies into operands of a pending reduction that gives the same value."""
 
@@ -57,6 +57,7 @@ class Step:
         axes: Mesh axes whose ranks form the group, in the group's order; empty for local steps.
         op: The reduction that is finished or made pending; None for steps that only move data.
         factor: The number, for SCALE.
+        divisor: What a finished sum is divided by; more than 1 for averages.
     """
 
     kind: StepKind
@@ -65,6 +66,7 @@ class Step:
     axes: tuple[str, ...] = ()
     op: str | None = None
     factor: float = 1.0
+    divisor: int = 1
 
     @property
     def group_size(self) -> int:

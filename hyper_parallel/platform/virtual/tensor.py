@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from hyper_parallel.core.box import Box
 from hyper_parallel.core.placement_types import ReduceOp
+from hyper_parallel.core.protocols import Summation
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -22,11 +23,15 @@ def part_of(x: Array, box: Box) -> Array:
     return part
 
 
-def reduce_arrays(parts: Sequence[Array], op: ReduceOp | str) -> Array:
+def reduce_arrays(
+    parts: Sequence[Array], op: ReduceOp | str, divisor: int = 1, summation: Summation = Summation.FAST
+) -> Array:
     """Combine equal-shaped arrays, result in their dtype; 16-bit ones are combined in float32."""
     dtype = parts[0].dtype
     stacked = np.stack(list(parts))
     wide = stacked.astype(np.float32) if dtype == np.float16 else stacked
+    if summation is Summation.COMPENSATED and dtype.kind == "f":
+        wide = stacked.astype(np.float64)
     match ReduceOp.of(op):
         case ReduceOp.SUM:
             out = wide.sum(0)
@@ -44,7 +49,7 @@ def reduce_arrays(parts: Sequence[Array], op: ReduceOp | str) -> Array:
             out = wide.any(0)
         case never:
             assert_never(never)
-    return np.asarray(out, dtype=dtype)
+    return np.asarray(out if divisor == 1 else out / divisor, dtype=dtype)
 
 
 def split_value(value: Array, op: ReduceOp, num: int, random: np.random.Generator) -> list[Array]:
@@ -105,10 +110,6 @@ class VirtualOps:
     def scale(self, x: Array, factor: float) -> Array:
         """`x * factor` in the dtype of `x`."""
         return np.asarray(x * factor, dtype=x.dtype)
-
-    def reduce(self, parts: Sequence[Array], op: str) -> Array:
-        """Combine equal-shaped arrays."""
-        return reduce_arrays(parts, op)
 
     def contiguous(self, x: Array) -> Array:
         """`x` in row-major order."""

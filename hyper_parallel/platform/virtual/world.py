@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, assert_never
@@ -15,6 +14,7 @@ from hyper_parallel.core.box import box_shape
 from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.errors import CollectiveError, LayoutError
 from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.protocols import Reduction
 from hyper_parallel.core.tensor_redistribution.execute import (
     AllGatherRequest,
     AllReduceRequest,
@@ -22,6 +22,7 @@ from hyper_parallel.core.tensor_redistribution.execute import (
     BoxTable,
     ReduceScatterRequest,
     Request,
+    Round,
     compile_plan,
     execute_steps,
 )
@@ -34,7 +35,7 @@ from hyper_parallel.platform.virtual.tensor import (
     split_value,
 )
 
-Program: TypeAlias = Generator[Request, Any, Any]
+Program: TypeAlias = Generator[Round, Any, Any]
 
 
 class VirtualWorld:
@@ -138,7 +139,7 @@ class VirtualWorld:
         )
 
     def run(self, programs: Mapping[int, Program]) -> dict[int, Any]:
-        """Run one program per rank to its end; they yield requests and are sent the answers.
+        """Run one program per rank to its end; they yield rounds of requests and are sent the answers.
 
         Returns:
             Rank -> what its program returned.
@@ -149,10 +150,11 @@ class VirtualWorld:
         results: dict[int, Any] = {}
         waiting: dict[int, Request] = {}
         answers: dict[int, Any] = dict.fromkeys(programs)
+        one_by_one = {rank: _one_by_one(program) for rank, program in programs.items()}
         while True:
             for rank, answer in answers.items():
                 try:
-                    waiting[rank] = programs[rank].send(answer)
+                    waiting[rank] = one_by_one[rank].send(answer)
                 except StopIteration as done:
                     waiting.pop(rank, None)
                     results[rank] = done.value
@@ -184,38 +186,40 @@ class VirtualWorld:
         _check_agreement(members)
         self.collectives[_name(first)] += 1
         match first:
-            case AllReduceRequest(x, op, ranks):
+            case AllReduceRequest(x, reduction, ranks):
                 self._count(ranks, -(-2 * (num - 1) * x.size // num) * x.itemsize)
-                total = reduce_arrays([member.x for member in _all(AllReduceRequest, members)], op)
+                total = _reduced([member.x for member in _all(AllReduceRequest, members)], reduction)
                 return [total.copy() for _ in members]
-            case ReduceScatterRequest(parts, op, ranks):
-                self._count(ranks, (num - 1) * parts[0].nbytes)
-                stacks = [member.parts for member in _all(ReduceScatterRequest, members)]
-                return [reduce_arrays([stack[i] for stack in stacks], op) for i in range(num)]
-            case AllGatherRequest(x, ranks):
-                self._count(ranks, (num - 1) * x.nbytes)
-                gathered = np.stack([member.x for member in _all(AllGatherRequest, members)])
-                return [gathered.copy() for _ in members]
+            case ReduceScatterRequest(_, reduction, ranks, _):
+                parts = [member.parts for member in _all(ReduceScatterRequest, members)]
+                for i, rank in enumerate(ranks):
+                    self._count((rank,), (num - 1) * parts[0][i].nbytes)
+                return [_reduced([part[i] for part in parts], reduction) for i in range(num)]
+            case AllGatherRequest(_, _, ranks, _):
+                sends = [(member.x,) * num for member in _all(AllGatherRequest, members)]
+                return self._all_to_all(sends, [member.outs for member in _all(AllGatherRequest, members)], ranks)
             case AllToAllRequest(_, _, ranks):
-                return self._all_to_all(list(_all(AllToAllRequest, members)), ranks)
+                sends = [member.sends for member in _all(AllToAllRequest, members)]
+                return self._all_to_all(sends, [member.outs for member in _all(AllToAllRequest, members)], ranks)
             case never:
                 assert_never(never)
 
-    def _all_to_all(self, members: Sequence[AllToAllRequest], ranks: tuple[int, ...]) -> list[Any]:
-        out = []
-        for i, receiver in enumerate(members):
-            pieces = [sender.sends[i] for sender in members]
-            for source, piece, shape in zip(ranks, pieces, receiver.recv_shapes, strict=True):
-                if piece.size != math.prod(shape):
+    def _all_to_all(
+        self, sends: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array]], ranks: tuple[int, ...]
+    ) -> list[None]:
+        for i, receiver in enumerate(ranks):
+            for j, sender in enumerate(ranks):
+                piece, out = sends[j][i], outs[i][j]
+                if piece.size != out.size:
                     raise CollectiveError(
-                        f"AllToAll of ranks {ranks}: rank {source} sends {piece.shape}, rank {ranks[i]} expects "
-                        f"{shape}. Give both the same plan."
+                        f"AllToAll of ranks {ranks}: rank {sender} sends {piece.shape}, rank {receiver} expects "
+                        f"{out.shape}. Give both the same plan."
                     )
-                if source != ranks[i]:
-                    self.bytes_received[ranks[i]] += piece.nbytes
-            shapes = receiver.recv_shapes
-            out.append([piece.reshape(shape).copy() for piece, shape in zip(pieces, shapes, strict=True)])
-        return out
+                if sender != receiver:
+                    self.bytes_received[receiver] += piece.nbytes
+                if piece.size:
+                    out[...] = piece
+        return [None] * len(ranks)
 
     def _count(self, ranks: Iterable[int], nbytes: int) -> None:
         for rank in ranks:
@@ -254,6 +258,23 @@ class _Canvas:
         return self.array
 
 
+def _one_by_one(program: Program) -> Generator[Request, Any, Any]:
+    """A program whose rounds are asked for one request after the other."""
+    answers: list[Any] | None = None
+    while True:
+        try:
+            round_ = program.send(answers)
+        except StopIteration as done:
+            return done.value
+        answers = []
+        for request in round_:
+            answers.append((yield request))
+
+
+def _reduced(parts: Sequence[Array], reduction: Reduction) -> Array:
+    return reduce_arrays(parts, reduction.op, reduction.divisor, reduction.summation)
+
+
 def _name(request: Request) -> str:
     return type(request).__name__.removesuffix("Request")
 
@@ -266,12 +287,12 @@ def _all(kind: Any, members: Sequence[Request]) -> Any:
 def _signature(request: Request) -> tuple[object, ...]:
     """What all ranks of a group must agree on."""
     match request:
-        case AllReduceRequest(x, op):
-            return "AllReduce", op, x.shape, str(x.dtype)
-        case ReduceScatterRequest(parts, op):
-            return "ReduceScatter", op, parts.shape, str(parts.dtype)
-        case AllGatherRequest(x):
-            return "AllGather", x.shape, str(x.dtype)
+        case AllReduceRequest(x, reduction):
+            return "AllReduce", reduction, x.shape, str(x.dtype)
+        case ReduceScatterRequest(parts, reduction, _, is_equal):
+            return "ReduceScatter", reduction, is_equal, [part.shape for part in parts], str(parts[0].dtype)
+        case AllGatherRequest(x, outs, _, is_equal):
+            return "AllGather", is_equal, [out.shape for out in outs], str(x.dtype)
         case AllToAllRequest(sends):
             return "AllToAll", len(sends), str(sends[0].dtype)
         case never:
