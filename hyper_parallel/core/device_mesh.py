@@ -321,6 +321,21 @@ def init_device_mesh(
     return DeviceMesh._make(device_type, tuple(mesh_shape), names, tuple(range(num_ranks)))
 
 
+def release_unused_groups() -> int:
+    """Close the process groups that no tensor on any rank needs any more; every rank of the job must call it.
+
+    Groups are shared by all meshes with the same ranks, and made when a collective first needs them. They are never
+    closed behind anyone's back: ranks would do it at different times, and the next collective would hang.
+
+    Returns:
+        Number of groups closed on this rank.
+
+    Communication: one exchange of small objects over the whole job. Memory: plans and resolved ops are forgotten,
+    since they refer to meshes.
+    """
+    return get_platform().release_unused_groups()
+
+
 def as_mesh(obj: Any) -> DeviceMesh:
     """Our mesh for `obj`: one of ours, or PyTorch's own `DeviceMesh`.
 

@@ -99,6 +99,29 @@ def distribute_tensor(
     return platform_of(tensor).dtensor_type()._distribute(tensor, device_mesh, placements, src_data_rank)
 
 
+def redistribute_many(tensors: Sequence[Any], layouts: Sequence[Any], **options: Any) -> list[Any]:
+    """Give several tensors other layouts together: their collectives are under way at the same time.
+
+    Args:
+        tensors: DTensors, independent of each other, in the same order on all ranks.
+        layouts: For each a Layout or a list of placements on its own mesh; None for copies on all ranks.
+        options: As in `DTensor.redistribute`.
+
+    Returns:
+        The tensors under their new layouts, differentiable.
+
+    Raises:
+        LayoutError: another number of layouts than of tensors, or one that does not fit; before any data moves.
+
+    Communication: as many collectives as `redistribute` of each, in as many rounds as the longest plan has.
+    Memory: the sum of what the plans hold.
+    """
+    if not tensors:
+        return []
+    found: list[Any] = platform_of(tensors[0]).dtensor_type()._redistribute_many(tensors, layouts, options)
+    return found
+
+
 def global_shape_of(
     layout: Layout, local_shapes: Mapping[int, tuple[int, ...]], what: str = "from_local"
 ) -> tuple[int, ...]:

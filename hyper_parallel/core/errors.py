@@ -12,14 +12,15 @@
       ParamStateError(RuntimeError) a fully_shard group is in the wrong state
       CollectiveError(RuntimeError) a peer is missing, late or disagrees
         CollectiveTimeout(TimeoutError)
+      CacheError(ValueError)        unknown cache or limit
       CheckpointError(RuntimeError) damaged, incomplete or foreign checkpoint
       InternalError(RuntimeError)   our bug; asks for a report
 
 Messages are one line: `<call or op> <tensor>: <what is wrong, both values>. <what to do>.`
 They hold only facts that every rank knows, so all ranks print the same text.
 
-What an operator (`a + b`) may raise is never a TypeError: Python takes that for "not implemented" and puts
-"unsupported operand type(s)" in place of the message.
+What an operator (`a + b`) may raise is never a TypeError: torch's operators of tensors take that for "not implemented",
+and Python then puts "unsupported operand type(s)" in place of the message.
 """
 
 
@@ -114,6 +115,15 @@ class CollectiveTimeout(CollectiveError, TimeoutError):
     Wrong: one rank leaves the training loop early.
     Why: the others wait in the next all-gather.
     Right: agree on the number of steps; the message names operation, group and tensor.
+    """
+
+
+class CacheError(HyperParallelError, ValueError):
+    """A cache that does not exist, or a limit that cannot be kept.
+
+    Wrong: `set_cache_limit("plan", 100)`.
+    Why: the caches are those that `cache_info()` lists; a misspelt one would be limited silently never.
+    Right: `set_cache_limit("plans", 100)`.
     """
 
 

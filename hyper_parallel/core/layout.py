@@ -335,6 +335,11 @@ class Layout:
         return tuple(out)
 
 
+def live_meshes() -> set[DeviceMesh]:
+    """The meshes of all layouts that something still refers to."""
+    return {layout.mesh for layout in list(_interned.values())}
+
+
 def as_layout(spec: Any, mesh: Any, ndim: int, what: str = "layout") -> Layout:
     """A layout from what a PyTorch user may pass: a `Layout`, a list of placements, or None for all copies.
 

@@ -50,6 +50,10 @@ class TensorOps(Protocol):
         """`x` in row-major order, `x` itself if it already is."""
         ...
 
+    def prefers_halves(self, like: Tensor, num_ranks: int) -> bool:
+        """Whether sums over so many ranks shall be a reduce-scatter and an all-gather; the same on all of them."""
+        ...
+
 
 class Summation(Enum):
     """How carefully a sum over ranks is made. Values of 16 bits are added in fp32 and travel in 16 bits in any case."""
@@ -135,6 +139,10 @@ class Platform(Protocol):
 
     def process_group(self, ranks: tuple[int, ...]) -> Any:
         """The pooled process group of exactly these ranks."""
+        ...
+
+    def release_unused_groups(self) -> int:
+        """See `hyper_parallel.release_unused_groups`."""
         ...
 
     def dtensor_type(self) -> Any:

@@ -289,8 +289,10 @@ def test_a_large_reduce_scatter_before_an_all_reduce_is_a_pipeline(
     num_groups = 2
     assert world.collectives["ReduceScatter"] == world.collectives["AllReduce"] == num_groups * execute.NUM_CHUNKS
     assert world.bytes_received[0] == made.bytes_received(0)
-    assert compile_plan(made, 0).num_rounds(Summation.FAST) == execute.NUM_CHUNKS + 1
-    assert compile_plan(made, 0).num_rounds(Summation.ORDERED) == 3  # chunks would be added in the backend's order
+    assert compile_plan(made, 0).num_rounds(array, world.ops, Summation.FAST) == execute.NUM_CHUNKS + 1
+    assert (
+        compile_plan(made, 0).num_rounds(array, world.ops, Summation.ORDERED) == 3
+    )  # in one piece, whose adding is ours
 
 
 def test_a_pipeline_has_both_kinds_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +336,7 @@ def test_the_number_of_rounds_is_known_before(pair: LayoutPair) -> None:
         }
         world.run(programs)
         for rank in src.mesh.ranks:
-            assert compile_plan(made, rank).num_rounds(summation) == counts[rank]
+            assert compile_plan(made, rank).num_rounds(numbers((), 0), world.ops, summation) == counts[rank]
 
 
 def test_a_source_that_may_change_is_copied_before_the_last_round() -> None:

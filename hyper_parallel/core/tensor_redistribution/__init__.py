@@ -9,6 +9,8 @@ from hyper_parallel.core.tensor_redistribution.cache import compiled_plan as com
 from hyper_parallel.core.tensor_redistribution.cache import plan_cache as plan_cache
 from hyper_parallel.core.tensor_redistribution.cost import Topology as Topology
 from hyper_parallel.core.tensor_redistribution.drive import run as run
+from hyper_parallel.core.tensor_redistribution.drive import run_many as run_many
+from hyper_parallel.core.tensor_redistribution.drive import start as start
 from hyper_parallel.core.tensor_redistribution.execute import BoxTable as BoxTable
 from hyper_parallel.core.tensor_redistribution.execute import CompiledPlan as CompiledPlan
 from hyper_parallel.core.tensor_redistribution.execute import compile_plan as compile_plan

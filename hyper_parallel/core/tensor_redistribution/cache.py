@@ -63,7 +63,7 @@ class PlanCache:
 
 
 plan_cache = PlanCache(1024)
-watch_cache("plans", plan_cache.info)
+watch_cache("plans", plan_cache.info, plan_cache)
 
 
 def compiled_plan(

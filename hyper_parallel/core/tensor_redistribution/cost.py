@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeAlias
 from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.errors import MeshError
 from hyper_parallel.core.layout import Layout
-from hyper_parallel.core.protocols import Platform, Reduction, Tensor
+from hyper_parallel.core.protocols import Platform, Reduction, Tensor, get_platform
 from hyper_parallel.core.tensor_redistribution.steps import Step, StepKind
 
 NODE = 8
@@ -83,8 +83,8 @@ class Topology:
     def measure(
         cls,
         mesh: DeviceMesh,
-        platform: Platform,
-        like: Tensor,
+        platform: Platform | None = None,
+        like: Tensor = None,
         *,
         numel: int = 1 << 20,
         clock: Callable[[], float] = time.perf_counter,
@@ -93,9 +93,9 @@ class Topology:
 
         Args:
             mesh: The mesh; all its ranks call this together.
-            platform: The framework that moves the data.
-            like: A floating point tensor on the device in question, of any shape; not changed. On a device that works
-                asynchronously pass a `clock` that waits for it.
+            platform: The framework that moves the data. Default: that of the process.
+            like: A floating point tensor on the device in question, of any shape; not changed. Default: one on the
+                device of the mesh. On a device that works asynchronously pass a `clock` that waits for it.
             numel: Elements of the large transfers.
             clock: Seconds, from any origin.
 
@@ -105,6 +105,9 @@ class Topology:
         Communication: `2 * (1 + REPEATS)` all-to-alls per axis and one all-reduce, about a second on a slow network.
         Memory: peak extra 3 x `numel` elements, freed on return.
         """
+        platform = get_platform() if platform is None else platform
+        if like is None:
+            like = platform.dtensor_type()._factory("zeros", (1,), (), device_mesh=mesh).to_local()
         ops = platform.ops
         itemsize = _itemsize(like)
         costs: list[float] = []

@@ -106,7 +106,7 @@ def start(
     Communication: that of the plan. See Note [In flight].
     """
     running = Run(execute_steps(compiled, local, ops, summation, keeps_source=False), collectives)
-    for _ in range(compiled.num_rounds(summation) - 1):
+    for _ in range(compiled.num_rounds(local, ops, summation) - 1):
         running.advance()
     return running
 

@@ -151,7 +151,7 @@ class CompiledPlan:
     steps: tuple[ReadyStep, ...]
     needs_copy: bool
 
-    def num_rounds(self, summation: Summation) -> int:
+    def num_rounds(self, local: Tensor, ops: TensorOps, summation: Summation) -> int:
         """How often `execute_steps` yields on this rank."""
         num, steps = 0, iter(self.steps)
         for step in steps:
@@ -160,7 +160,7 @@ class CompiledPlan:
             if _runs_as_pipeline(step, summation):
                 next(steps)
                 num += NUM_CHUNKS
-            num += 1 + _is_halved(step, summation)
+            num += 1 + _is_halved(step, local, ops, summation)
         return num
 
 
@@ -321,9 +321,10 @@ def _runs_as_pipeline(step: ReadyStep, summation: Summation) -> bool:
     return step.is_pipelined and not step.is_void and summation is Summation.FAST
 
 
-def _is_halved(step: ReadyStep, summation: Summation) -> bool:
-    is_careful = summation is not Summation.FAST and step.op in _ROUNDED
-    return step.kind is StepKind.ALL_REDUCE and (step.is_halved or is_careful)
+def _is_halved(step: ReadyStep, like: Tensor, ops: TensorOps, summation: Summation) -> bool:
+    if step.kind is not StepKind.ALL_REDUCE or step.op not in _ROUNDED:
+        return False
+    return step.is_halved or summation is not Summation.FAST or ops.prefers_halves(like, len(step.ranks))
 
 
 def _copied(x: Tensor, ops: TensorOps) -> Tensor:
@@ -375,7 +376,7 @@ def _reduce_scatter(step: ReadyStep, parts: tuple[Tensor, ...], summation: Summa
 
 def _all_reduce(step: ReadyStep, x: Tensor, ops: TensorOps, summation: Summation) -> Execution:
     reduction = _reduction(step, summation)
-    if not _is_halved(step, summation):
+    if not _is_halved(step, x, ops, summation):
         answers = yield (AllReduceRequest(x, reduction, step.ranks),)
         return answers[0]
     numel = math.prod(x.shape)

@@ -47,6 +47,10 @@ class TorchPlatform:
         """The pooled process group of exactly these ranks."""
         return pool.group(ranks)
 
+    def release_unused_groups(self) -> int:
+        """See `hyper_parallel.release_unused_groups`."""
+        return pool.release_unused()
+
     def dtensor_type(self) -> type:
         """`TorchDTensor`."""
         from hyper_parallel.platform.torch.dtensor import TorchDTensor

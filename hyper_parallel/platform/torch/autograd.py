@@ -12,7 +12,47 @@ import torch
 from hyper_parallel.core.errors import PartialError
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement_types import ReduceOp
-from hyper_parallel.core.tensor_redistribution import redistribute_local
+from hyper_parallel.core.protocols import Summation
+from hyper_parallel.core.tensor_redistribution import Topology, redistribute_local
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a redistribution is done; the same on every rank.
+
+    Attributes:
+        summation: How carefully sums are made, in backward too.
+        topology: What communication is taken to cost. Default: that of the mesh.
+        max_bytes: Most bytes to hold at once. Default: any number.
+        backward_dtype: Dtype in which the gradient travels. Default: as it arrives.
+    """
+
+    summation: Summation = Summation.FAST
+    topology: Topology | None = None
+    max_bytes: int | None = None
+    backward_dtype: torch.dtype | None = None
+
+
+PLAIN = Manner()
+
+
+def manner_of(backward_dtype: torch.dtype | None, options: dict[str, Any]) -> Manner:
+    """The manner that the keywords of `redistribute` ask for.
+
+    Raises:
+        TypeError: another keyword.
+    """
+    unknown = next((name for name in options if name not in _OPTIONS), None)
+    if unknown is not None:
+        raise TypeError(f"redistribute({unknown}=...): no such argument. Use one of {', '.join(_OPTIONS)}.")
+    if options.get("compensated"):
+        summation = Summation.COMPENSATED
+    else:
+        summation = Summation.ORDERED if options.get("deterministic") else Summation.FAST
+    return Manner(summation, options.get("topology"), options.get("max_bytes"), backward_dtype)
+
+
+_OPTIONS = ("deterministic", "compensated", "topology", "max_bytes")
 
 
 def _platform() -> Any:
@@ -21,12 +61,24 @@ def _platform() -> Any:
     return platform
 
 
-def transfer(local: torch.Tensor, src: Layout, dst: Layout, shape: tuple[int, ...]) -> torch.Tensor:
+def transfer(
+    local: torch.Tensor, src: Layout, dst: Layout, shape: tuple[int, ...], manner: Manner = PLAIN
+) -> torch.Tensor:
     """The local tensor under `dst` of the value that `local` is under `src`; not differentiable."""
     if src is dst:
         return local
     with torch.no_grad():
-        return redistribute_local(local.detach(), src, dst, tuple(shape), local.element_size(), _platform())
+        return redistribute_local(
+            local.detach(),
+            src,
+            dst,
+            tuple(shape),
+            local.element_size(),
+            _platform(),
+            topology=manner.topology,
+            max_bytes=manner.max_bytes,
+            summation=manner.summation,
+        )
 
 
 def move(
@@ -36,6 +88,7 @@ def move(
     shape: tuple[int, ...],
     cotangent: Layout | None = None,
     data: torch.Tensor | None = None,
+    manner: Manner = PLAIN,
 ) -> torch.Tensor:
     """Differentiable redistribution of a local tensor.
 
@@ -46,12 +99,13 @@ def move(
         shape: Global shape.
         cotangent: Layout in which the gradient of the result will arrive. Default: that of `dst`.
         data: The result's values, where they were computed before.
+        manner: How it is done.
 
     Communication: one plan src -> dst (none with `data`); backward one plan cotangent -> `src.cotangent`.
     """
     cotangent = cotangent or dst.cotangent
     if not (local.requires_grad and torch.is_grad_enabled()):
-        return data if data is not None else transfer(local, src, dst, shape)
+        return data if data is not None else transfer(local, src, dst, shape, manner)
     if data is None and src is dst and cotangent is dst.cotangent:
         return local
     extreme = tuple(axis for axis, op in src.partial if not op.is_linear)
@@ -59,12 +113,12 @@ def move(
     if finished:
         middle = src.without_partial(*finished)
         local = _FinishExtreme.apply(local, src, middle, tuple(shape))
-        return move(local, middle, dst, shape, cotangent, data)
+        return move(local, middle, dst, shape, cotangent, data, manner)
     shape = tuple(shape)
     if data is None:
-        data = transfer(local, src, dst, shape)
-    there = _Map(src, dst, shape)
-    back = _Map(cotangent, src.cotangent, shape, avg_factor(dst) / avg_factor(src))
+        data = transfer(local, src, dst, shape, manner)
+    there = _Map(src, dst, shape, 1.0, manner)
+    back = _Map(cotangent, src.cotangent, shape, avg_factor(dst) / avg_factor(src), manner)
     return _Redistribute.apply(local, (data,), there, back)
 
 
@@ -98,10 +152,13 @@ class _Map:
     src: Layout
     dst: Layout
     shape: tuple[int, ...]
-    factor: float = 1.0
+    factor: float
+    manner: Manner
 
     def __call__(self, local: torch.Tensor) -> torch.Tensor:
-        out = transfer(local, self.src, self.dst, self.shape)
+        dtype = local.dtype
+        wire = local if self.manner.backward_dtype is None else local.to(self.manner.backward_dtype)
+        out = transfer(wire, self.src, self.dst, self.shape, self.manner).to(dtype)
         return out if self.factor == 1 else out * self.factor
 
 

@@ -31,7 +31,7 @@ _no_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 resolved_cache = BoundedCache(4096)
-watch_cache("resolved ops", resolved_cache.info)
+watch_cache("resolved ops", resolved_cache.info, resolved_cache)
 
 
 _NO_KWARGS: dict[str, Any] = {}
@@ -265,6 +265,9 @@ class ShardedOp:
     def _resolve(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Any], key: Any
     ) -> Resolved:
+        found = resolved_cache.revive(key)
+        if found is not None:
+            return found
         one_mesh(func, operands)
         rule = self.rule(*args, **kwargs)
         single = True
@@ -272,21 +275,21 @@ class ShardedOp:
         if shapes is None:
             shapes, single = output_shapes(func, args, kwargs)
         layouts = [x.layout for x in operands]
-        found = resolve(rule.factors, layouts, [x.shape for x in operands], fixed=0 if self.in_place else None)
-        if self.in_place and (found.targets[0] is not layouts[0] or found.outputs[0] is not layouts[0]):
+        chosen = resolve(rule.factors, layouts, [x.shape for x in operands], fixed=0 if self.in_place else None)
+        if self.in_place and (chosen.targets[0] is not layouts[0] or chosen.outputs[0] is not layouts[0]):
             raise LayoutError(
                 f"{name_of(func)}({', '.join(map(describe, operands))}): the tensor to change would need layout "
-                f"{found.outputs[0]}. Redistribute it first, or use the form that returns a new tensor."
+                f"{chosen.outputs[0]}. Redistribute it first, or use the form that returns a new tensor."
             )
-        if len(found.outputs) == 1 < len(shapes):
-            outputs = tuple(spec_of(found.outputs[0], shape) for shape in shapes)
+        if len(chosen.outputs) == 1 < len(shapes):
+            outputs = tuple(spec_of(chosen.outputs[0], shape) for shape in shapes)
         else:
-            outputs = tuple(spec_of(o, s) for o, s in zip(found.outputs, shapes, strict=True))
+            outputs = tuple(spec_of(o, s) for o, s in zip(chosen.outputs, shapes, strict=True))
         moves = tuple(
             (None if target is layout else target, None if cotangent is target.cotangent else cotangent)
-            for target, cotangent, layout in zip(found.targets, found.cotangents, layouts, strict=True)
+            for target, cotangent, layout in zip(chosen.targets, chosen.cotangents, layouts, strict=True)
         )
-        targets = tuple(spec_of(t, x.shape) for t, x in zip(found.targets, operands, strict=True))
+        targets = tuple(spec_of(t, x.shape) for t, x in zip(chosen.targets, operands, strict=True))
         direct = single and all(move == (None, None) for move in moves)
         resolved = Resolved(moves, targets, outputs, rule.call, direct)
         resolved_cache.put(key, resolved)

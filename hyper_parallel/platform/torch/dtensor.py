@@ -17,9 +17,9 @@ from hyper_parallel.core.dtensor import DTensor
 from hyper_parallel.core.errors import LayoutError, OperandError, UnevenError
 from hyper_parallel.core.layout import Layout, as_layout
 from hyper_parallel.core.placement_types import Placement
-from hyper_parallel.platform.torch.autograd import anchor, move, transfer
+from hyper_parallel.platform.torch.autograd import PLAIN, Manner, anchor, manner_of, move, transfer
 from hyper_parallel.platform.torch.dtensor_autograd import Differentiable
-from hyper_parallel.platform.torch.spec import Spec, spec_of
+from hyper_parallel.platform.torch.spec import Spec, check_pending, spec_of
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -65,6 +65,7 @@ class TorchDTensor(Differentiable, DTensor):
     def __new__(cls: type, local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> TorchDTensor:
         """Check, then wrap."""
         layout.check_shape(shape, "DTensor")
+        check_pending(layout, local.dtype, "DTensor")
         spec = spec_of(layout, shape)
         if spec.local_shape is not None and tuple(local.shape) != spec.local_shape:
             raise UnevenError(
@@ -114,6 +115,10 @@ class TorchDTensor(Differentiable, DTensor):
         from hyper_parallel.platform.torch.ops.factories import factory
 
         return factory(name, size, values, device_mesh, placements, dtype, requires_grad)
+
+    @classmethod
+    def _redistribute_many(cls, tensors: Sequence[Any], layouts: Sequence[Any], options: dict[str, Any]) -> list[Any]:
+        return _in_flight().redistribute_many(tensors, layouts, options)
 
     # -- what it is -----------------------------------------------------------------------------
 
@@ -223,6 +228,9 @@ class TorchDTensor(Differentiable, DTensor):
         placements: Any = None,
         *,
         layout: Layout | None = None,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> TorchDTensor:
         """The same global tensor under another layout; differentiable.
 
@@ -230,36 +238,83 @@ class TorchDTensor(Differentiable, DTensor):
             device_mesh: Must be the tensor's own mesh.
             placements: One per mesh axis, or a Layout. Default: copies on all ranks.
             layout: Instead of mesh and placements.
+            forward_dtype: Dtype of the result, cast before anything moves. Default: the tensor's.
+            backward_dtype: Dtype in which the gradient travels. Default: as it arrives.
+            options: `deterministic=True` adds in the order of the ranks, so that every run gives the same bits;
+                `compensated=True` also in twice the precision, rounded once; `topology`, `max_bytes` go to `plan`.
 
         Returns:
             `self` if nothing changes, else a new DTensor. Sources and results never share a layout object's state.
 
         Raises:
-            LayoutError: another mesh, or a layout that does not fit the tensor.
+            LayoutError: another mesh, a layout that does not fit the tensor, or no plan keeps to `max_bytes`.
+            PartialError: a pending reduction that has no meaning for the dtype.
 
         Communication: at most 4 collectives, `plan(x.layout, layout, x.shape).bytes_received(rank)` bytes.
         Memory: `plan(...).peak_bytes(rank)` bytes beside the source.
         """
+        x: Any = self if forward_dtype is None else self.to(forward_dtype)
+        target = x.target_layout(device_mesh, placements, layout)
+        manner = manner_of(backward_dtype, options) if options or backward_dtype else PLAIN
+        source, shape = x.layout, x._spec.shape
+        if target is source:
+            return x
+        if x.has_extreme_gradient():
+            return wrap(move(x.local(), source, target, shape, manner=manner), spec_of(target, shape))
+        return x.moved(transfer(x._local, source, target, shape, manner), target, manner)
+
+    def redistribute_async(
+        self, device_mesh: Any = None, placements: Any = None, *, layout: Layout | None = None, **options: Any
+    ) -> Any:
+        """As `redistribute`, under way when it returns: `wait()` on the result gives the DTensor.
+
+        The tensor may be changed or freed meanwhile: what is sent is what it held at the call. It need not be waited
+        for. If the plan has several collectives, all but the last have ended on return.
+
+        Communication: as `redistribute`. Memory: a copy of the local tensor beside that, where it is sent as it lies.
+
+        Example:
+            coming = x.redistribute_async(layout=target)
+            y = torch.relu(z)
+            x = coming.wait()
+        """
+        return _in_flight().redistribute_async(self, self.target_layout(device_mesh, placements, layout), options)
+
+    def target_layout(self, device_mesh: Any, placements: Any, layout: Layout | None) -> Layout:
+        """The checked layout that a caller of `redistribute` means."""
         spec = self._spec
         mesh = spec.layout.mesh if device_mesh is None else device_mesh
         target = as_layout(layout or placements, mesh, len(spec.shape), "redistribute")
         if target is spec.layout:
-            return self
+            return target
         if target.mesh != spec.layout.mesh:
             raise LayoutError(
                 f"redistribute from mesh {spec.layout.mesh} to {target.mesh}: the meshes differ. "
                 "Use a layout on the tensor's own mesh."
             )
         target.check_shape(spec.shape, "redistribute")
-        out = wrap(transfer(self._local, spec.layout, target, spec.shape), spec_of(target, spec.shape))
+        check_pending(target, self._local.dtype, "redistribute")
+        return target
+
+    def has_extreme_gradient(self) -> bool:
+        """Whether a gradient has to find its way through a pending max or min."""
+        return (
+            self.requires_grad
+            and torch.is_grad_enabled()
+            and any(not op.is_linear for _, op in self._spec.layout.partial)
+        )
+
+    def moved(self, data: torch.Tensor, target: Layout, manner: Manner = PLAIN) -> TorchDTensor:
+        """This tensor under `target`, whose local values `data` were computed before."""
+        out = wrap(data, spec_of(target, self._spec.shape))
         if self.requires_grad and torch.is_grad_enabled():
-            if any(not op.is_linear for _, op in spec.layout.partial):
-                out._local = move(self.local(), spec.layout, target, spec.shape)
-            else:
+            if manner is PLAIN:
                 self._is_bypassed = True
-                out._origin = self._origin or (anchor(self._local), spec.layout)
+                out._origin = self._origin or (anchor(self._local), self._spec.layout)
                 with _no_torch_function():
                     _base.requires_grad.__set__(out, True)  # type: ignore[attr-defined]
+            else:
+                out = wrap(move(self.local(), self.layout, target, self._spec.shape, None, data, manner), out._spec)
         return out
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -277,17 +332,30 @@ class TorchDTensor(Differentiable, DTensor):
             out = self.local(as_layout(grad_placements, self.device_mesh, self.ndim, "to_local"))
         return out if torch.is_grad_enabled() else out.detach()
 
-    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+    def full_tensor(self, *, grad_placements: Any = None, cache: bool = False, **options: Any) -> torch.Tensor:
         """The whole tensor, on every rank; all ranks of the mesh must call it.
 
         Args:
             grad_placements: As in `to_local`.
+            cache: Keep the result, and give it again until this tensor or the result is changed in place. For
+                tensors without a gradient, or under `no_grad`; pass the same on every rank.
+            options: As in `redistribute`.
 
-        Communication: one plan to copies on all ranks: receives nearly the whole tensor.
-        Memory: the whole tensor on each rank.
+        Communication: one plan to copies on all ranks: receives nearly the whole tensor, (n - 1) / n of it over n
+        shards, twice that for a pending sum. None if it is cached.
+        Memory: the whole tensor on each rank, as long as it lives; with `cache` as long as this tensor lives.
         """
-        whole = self.redistribute(layout=as_layout(None, self.device_mesh, self.ndim))
+        if cache and not (self.requires_grad and torch.is_grad_enabled()):
+            return _in_flight().cached_full_tensor(self, options)
+        whole = self.redistribute(layout=as_layout(None, self.device_mesh, self.ndim), **options)
         return whole.to_local(grad_placements=grad_placements)
+
+    def full_tensor_async(self, *, grad_placements: Any = None, **options: Any) -> Any:
+        """As `full_tensor`, under way when it returns: `wait()` on the result gives the tensor.
+
+        Communication and memory: as `full_tensor`; see `redistribute_async`.
+        """
+        return _in_flight().full_tensor_async(self, grad_placements, options)
 
     def item(self) -> Any:
         """The value of a one-element tensor, the same on all ranks of the mesh, which must all call it."""
@@ -354,7 +422,13 @@ class TorchDTensor(Differentiable, DTensor):
         return _rebuild, (local, self.layout, tuple(self.shape), self.requires_grad, extra)
 
 
-OWN_ATTRIBUTES = frozenset(("_local", "_spec", "_origin", "_memo", "_grad_wrapper", "_is_bypassed", "_is_native"))
+OWN_ATTRIBUTES = frozenset(
+    ("_local", "_spec", "_origin", "_memo", "_grad_wrapper", "_is_bypassed", "_is_native", "_full")
+)
+
+
+def _in_flight() -> Any:
+    return importlib.import_module("hyper_parallel.platform.torch.in_flight")
 
 
 def _rebuild(

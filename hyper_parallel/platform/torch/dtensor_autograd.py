@@ -51,6 +51,8 @@ class Differentiable(torch.Tensor):
     _memo: dict[Layout, tuple[int, torch.Tensor]] | None = None
     # The last answer of `grad`.
     _grad_wrapper: Any = None
+    # Result of `full_tensor(cache=True)`, its version, the local tensor it came from, and the version of that.
+    _full: tuple[torch.Tensor, int, torch.Tensor, int] | None = None
     # Whether a redistribute took `_origin` over, so that gradients pass this tensor by.
     _is_bypassed = False
 
@@ -187,7 +189,8 @@ class Differentiable(torch.Tensor):
         if not isinstance(value, Differentiable):
             raise OperandError("x.data = ...: x is a DTensor, the value a plain tensor. Assign a DTensor.")
         self._local.data = value._local
-        self._spec, self._origin, self._memo, self._grad_wrapper = value._spec, None, None, None
+        self._spec = value._spec
+        self._origin = self._memo = self._grad_wrapper = self._full = None
 
     def detach(self) -> Any:
         """The same values outside of the graph."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one pool of process groups: keyed by the tuple of ranks, released with the job.
+"""The one pool of process groups: keyed by the tuple of ranks, released on request or with the job.
 
 The pool refers to groups weakly. torch owns them until `destroy_process_group`; a group that lived on would end its
 threads while the interpreter shuts down, which aborts the process now and then.
@@ -8,6 +8,8 @@ threads while the interpreter shuts down, which aborts the process now and then.
 from __future__ import annotations
 
 import contextlib
+import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,8 +18,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hyper_parallel.core.bounded_cache import watch_cache
+from hyper_parallel.core.bounded_cache import clear_caches, watch_cache
+from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.errors import CollectiveError
+from hyper_parallel.core.layout import live_meshes
 
 
 class GroupInfo(NamedTuple):
@@ -96,6 +100,28 @@ class GroupPool:
             self._groups.clear()
             self._world = _nothing
 
+    def release_unused(self) -> int:
+        """Destroy the groups that no live layout of any member needs; every rank of the job calls it.
+
+        Returns:
+            Number of groups destroyed here.
+
+        Communication: one all-gather of the ranks of unused groups, over the whole job.
+        """
+        world = self._current_world()
+        clear_caches()
+        gc.collect()
+        needed = {frozenset(ranks) for mesh in live_meshes() for ranks in _groups_of(mesh)}
+        unused = [ranks for ranks, ref in self._groups.items() if ref() not in (None, world)]
+        unused = [ranks for ranks in unused if frozenset(ranks) not in needed]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, unused)
+        agreed = [ranks for ranks in unused if all(ranks in everyone[rank] for rank in ranks)]
+        with self._lock:
+            for ranks in agreed:
+                dist.destroy_process_group(self._groups.pop(ranks)())
+        return len(agreed)
+
     def info(self) -> GroupInfo:
         """Counts: groups held, groups ever created, look-ups that found one."""
         return GroupInfo(len(self._groups), self._created, self._hits)
@@ -114,6 +140,16 @@ def _named(name: str) -> Iterator[None]:
         yield
     finally:
         distributed_c10d._hash_ranks_to_str = before
+
+
+def _groups_of(mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
+    """The groups that this rank is in on `mesh`, one for each set of axes."""
+    rank = dist.get_rank()
+    if mesh.coord_of(rank) is None:
+        return
+    for num in range(1, mesh.ndim + 1):
+        for axes in itertools.combinations(mesh.axis_names, num):
+            yield mesh.group_ranks(axes, rank)
 
 
 def _nothing() -> None:

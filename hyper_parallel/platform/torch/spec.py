@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.core.errors import PartialError
 from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.placement_types import ReduceOp
 
 
 class Spec:
@@ -36,6 +38,34 @@ def spec_of(layout: Layout, shape: Sequence[int]) -> Spec:
     if found is None:
         found = _specs.setdefault(key, Spec(layout, torch.Size(shape)))
     return found
+
+
+def check_pending(layout: Layout, dtype: torch.dtype, what: str) -> None:
+    """Refuse pending reductions that have no meaning for a dtype.
+
+    Raises:
+        PartialError: `sum`, `avg`, `prod` of bool, `avg` of integers, `all` or `any` of anything but bool, `max` or
+            `min` of complex numbers.
+    """
+    for axis, op in layout.partial:
+        if _has_meaning(op, dtype):
+            continue
+        raise PartialError(
+            f"{what} with {op.value} pending over {axis!r}: that has no meaning for {dtype}. "
+            f"Use {'all or any' if dtype == torch.bool else 'sum'}, or cast first."
+        )
+
+
+def _has_meaning(op: ReduceOp, dtype: torch.dtype) -> bool:
+    match op:
+        case ReduceOp.ALL | ReduceOp.ANY:
+            return dtype == torch.bool
+        case ReduceOp.MAX | ReduceOp.MIN:
+            return not dtype.is_complex
+        case ReduceOp.AVG:
+            return dtype.is_floating_point or dtype.is_complex
+        case _:
+            return dtype != torch.bool
 
 
 def piece(full: torch.Tensor, spec: Spec) -> torch.Tensor:

@@ -114,3 +114,7 @@ class VirtualOps:
     def contiguous(self, x: Array) -> Array:
         """`x` in row-major order."""
         return x if x.flags.c_contiguous else x.copy()
+
+    def prefers_halves(self, like: Array, num_ranks: int) -> bool:
+        """No: virtual ranks all-reduce in one go."""
+        return False
