@@ -27,7 +27,7 @@ from hyper_parallel.core.tensor_redistribution.execute import (
     ReduceScatterRequest,
 )
 from hyper_parallel.platform.virtual import VirtualOps, VirtualWorld
-from hyper_parallel.platform.virtual.tensor import Array, reduce_arrays, split_value
+from hyper_parallel.platform.virtual.tensor import Array, part_of, reduce_arrays, split_value
 from hyper_parallel.testing.strategies import LayoutPair, draw_layout_pair, layout_pairs
 
 # Whole numbers as floats: every sum is exact, so results are compared bit by bit, averages included.
@@ -525,3 +525,34 @@ def test_requests_show_no_memory_of_the_executor() -> None:
     assert isinstance(request, ReduceScatterRequest)
     assert all(np.shares_memory(part, local) for part in request.parts)  # no packing copy
     assert [part.shape for part in request.parts] == [(2,), (2,)]
+
+
+# -- all pairs of layouts -----------------------------------------------------------------------------
+
+
+def all_layouts(mesh: DeviceMesh, ndim: int) -> list[Layout]:
+    """Every axis copies, splits one of the dims (in mesh order), or is pending."""
+    choices = [Replicate(), Partial(), *map(Shard, range(ndim))]
+    return [Layout.from_placements(mesh, p, ndim) for p in itertools.product(choices, repeat=mesh.ndim)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 3}, {"dp": 2, "tp": 2, "cp": 2}])
+@pytest.mark.parametrize("shape", [(7,), (3,), (5, 4), (2, 3, 5)])
+def test_all_pairs_of_layouts(sizes: dict[str, int], shape: tuple[int, ...]) -> None:
+    """Uneven sizes, and ranks that own nothing wherever more pieces are cut than there are indices."""
+    mesh = DeviceMesh.grid(**sizes)
+    array = numbers(shape, 0)
+    found = all_layouts(mesh, len(shape))
+    world = VirtualWorld(mesh)
+    for src in found:
+        locals_ = world.distribute(array, src)
+        for dst in found:
+            made = plan(src, dst, shape, 8)
+            assert made.num_collectives <= 4
+            out = world.run_plan(made, locals_)
+            if dst.partial:
+                np.testing.assert_array_equal(world.assemble(out, dst, shape), array)
+            else:
+                for rank, local in out.items():
+                    assert np.array_equal(local, part_of(array, dst.box(shape, rank)))
