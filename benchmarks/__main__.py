@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the tables to benchmarks/results")
     args = parser.parse_args()
-    tables = [run("op_overhead", 1)]
+    tables = [run("op_overhead", 1), run("planning", 1), run("redistribution", 4)]
     tables += [run("fully_shard_step", num) for num in (2, 4)]
     if args.write:
         import torch

@@ -11,9 +11,9 @@ Note [Pairs on gloo]
     an all-reduce of four ranks in two halves, with our adding between them, half the time of gloo's.
 
 Note [Who adds]
-    Of two fp32 values one addition gives the nearest number. Of more, the CPU adds in float64 and rounds once, which
-    costs less than the network; so no sum made here is further from the exact one than torch's. Accelerators add in
-    fp32 unless `compensated` asks for more.
+    Of two fp32 values one addition gives the nearest number. Of more, the CPU adds in float64 and rounds once (float64
+    itself with compensation), which costs less than the network; so no sum made here is further from the exact one
+    than torch's. Accelerators add in the dtype of the values unless `compensated` asks for more; 16 bits always in fp32.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 HALF = (torch.float16, torch.bfloat16)
 _TAG = 13
+_WIDE = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
 _DIST_OP = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
@@ -115,17 +121,12 @@ def _fold(function: Callable[..., torch.Tensor], parts: Sequence[torch.Tensor]) 
 def _sum(parts: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:
     first, *rest = parts
     dtype = first.dtype
-    is_careful = reduction.summation is Summation.COMPENSATED
+    # See Note [Who adds].
+    is_careful = reduction.summation is Summation.COMPENSATED or (len(parts) > 2 and first.device.type == "cpu")
     if is_careful and dtype in (torch.float64, torch.complex128):
         total = _compensated(parts)
     else:
-        wide = torch.float32 if dtype in HALF else dtype
-        if dtype == torch.float32 and len(parts) > 2 and first.device.type == "cpu":
-            wide = torch.float64  # See Note [Who adds]
-        if is_careful and dtype.is_floating_point:
-            wide = torch.float64
-        if is_careful and dtype == torch.complex64:
-            wide = torch.complex128
+        wide = _WIDE.get(dtype, dtype) if is_careful or dtype in HALF else dtype
         total = first.to(wide, copy=True)
         for part in rest:
             total += part
