@@ -108,7 +108,7 @@ def compute() -> None:
 
 
 def overlap_works(x: hp.DTensor) -> dict[str, Callable[[], object]]:
-    """Name -> what is timed: a redistribution of `x` before or behind a computation, and behind peers that come late."""
+    """Name -> what is timed: a redistribution of `x` before or behind a computation, and with peers that come late."""
     copies = [hp.Replicate()]
     is_first = dist.get_rank() == 0
 

@@ -13,7 +13,7 @@ Note [Pairs on gloo]
 Note [Who adds]
     Of two fp32 values one addition gives the nearest number. Of more, the CPU adds in float64 and rounds once (float64
     itself with compensation), which costs less than the network; so no sum made here is further from the exact one
-    than torch's. Accelerators add in the dtype of the values unless `compensated` asks for more; 16 bits always in fp32.
+    than torch's. Accelerators add in the dtype of the values, 16 bits in fp32, unless `compensated` asks for more.
 """
 
 from __future__ import annotations
