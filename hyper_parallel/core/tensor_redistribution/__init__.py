@@ -17,6 +17,9 @@ from hyper_parallel.core.tensor_redistribution.execute import compile_plan as co
 from hyper_parallel.core.tensor_redistribution.execute import execute_steps as execute_steps
 from hyper_parallel.core.tensor_redistribution.planner import Plan as Plan
 from hyper_parallel.core.tensor_redistribution.planner import plan as plan
+from hyper_parallel.core.tensor_redistribution.reshape_plan import ReshapePlan as ReshapePlan
+from hyper_parallel.core.tensor_redistribution.reshape_plan import cached_reshape_plan as cached_reshape_plan
+from hyper_parallel.core.tensor_redistribution.reshape_plan import plan_reshape as plan_reshape
 from hyper_parallel.core.tensor_redistribution.steps import Step as Step
 from hyper_parallel.core.tensor_redistribution.steps import StepKind as StepKind
 

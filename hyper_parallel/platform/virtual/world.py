@@ -27,6 +27,7 @@ from hyper_parallel.core.tensor_redistribution.execute import (
     execute_steps,
 )
 from hyper_parallel.core.tensor_redistribution.planner import Plan, plan
+from hyper_parallel.core.tensor_redistribution.reshape_plan import plan_reshape
 from hyper_parallel.platform.virtual.tensor import (
     Array,
     VirtualOps,
@@ -137,6 +138,27 @@ class VirtualWorld:
         return self.run(
             {rank: execute_steps(compile_plan(made, rank, table), locals_[rank], self.ops) for rank in self.mesh.ranks}
         )
+
+    def reshape(
+        self,
+        locals_: Mapping[int, Array],
+        src: Layout,
+        dst: Layout,
+        shape: Sequence[int],
+        new_shape: Sequence[int],
+    ) -> dict[int, Array]:
+        """Rank -> its local array under `dst` of the tensor with another shape; inputs are not changed.
+
+        Raises:
+            ShapeError, LayoutError: as `plan_reshape`.
+        """
+        itemsize = next(iter(locals_.values())).itemsize
+        made = plan_reshape(src, dst, shape, new_shape, itemsize)
+        out = dict(locals_)
+        for stage in made.stages:
+            seen = {rank: x.reshape(stage.src.local_shape(stage.shape, rank)) for rank, x in out.items()}
+            out = self.run_plan(stage, seen)
+        return {rank: x.reshape(dst.local_shape(made.new_shape, rank)) for rank, x in out.items()}
 
     def run(self, programs: Mapping[int, Program]) -> dict[int, Any]:
         """Run one program per rank to its end; they yield rounds of requests and are sent the answers.
