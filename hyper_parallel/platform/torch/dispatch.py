@@ -5,6 +5,11 @@ Note [Hot path]
     A hit costs one walk over the arguments, which makes the key and unwraps at once, one dict look-up
     and one wrapper. Layouts are interned in `Spec`s, so the key hashes by identity. Numbers enter the key
     by type only, unless the op's result layout depends on their value: a learning rate never does.
+
+Note [Lost views]
+    A view whose operand has to be redistributed first (`p[0]` of a parameter whose rows are sharded) is a view of
+    that copy: what is written into it would never reach the base. Such results, and views of them, carry the name
+    of the op, and in-place ops refuse them on every rank.
 """
 
 from __future__ import annotations
@@ -67,6 +72,8 @@ def _inplace(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[st
     if target.layout.partial:
         # The op runs on the finished sum, which is not where the target's data are.
         return target.copy_(handler(func, (target.clone(), *args[1:]), {**kwargs, "inplace": False}))
+    if target._lost_view is not None:
+        raise lost_view(func, target)
     target._pin()
     handler(func, args, kwargs)
     return target
@@ -163,14 +170,22 @@ class ShardedOp:
         values: Whether numbers among the arguments decide the layouts (dims, sizes); else only their type does.
         in_place: Whether the first operand is changed and returned.
         dtypes: Whether the operands' dtypes decide the layouts.
+        view: Whether the results share memory with the first operand. See Note [Lost views].
     """
 
-    __slots__ = ("dtypes", "in_place", "rule", "values")
+    __slots__ = ("dtypes", "in_place", "rule", "values", "view")
 
     def __init__(
-        self, rule: Callable[..., Rule], *, values: bool = True, in_place: bool = False, dtypes: bool = False
+        self,
+        rule: Callable[..., Rule],
+        *,
+        values: bool = True,
+        in_place: bool = False,
+        dtypes: bool = False,
+        view: bool = False,
     ) -> None:
         self.rule = rule
+        self.view = view
         self.values = values
         self.in_place = in_place
         self.dtypes = dtypes
@@ -220,13 +235,18 @@ class ShardedOp:
         else:
             resolved_cache.hits += 1
         if direct and resolved.is_direct:
+            if self.in_place and args[0]._lost_view is not None:
+                raise lost_view(func, args[0])
             if resolved.call is None:
                 out = func(*plain, **kwargs) if kwargs else func(*plain)
             else:
                 out = resolved.call(func, tuple(plain), kwargs, resolved)
             if self.in_place:
                 return args[0]
-            return wrap(out, resolved.outputs[0])
+            wrapped = wrap(out, resolved.outputs[0])
+            if self.view and args[0]._lost_view is not None:
+                wrapped._lost_view = args[0]._lost_view
+            return wrapped
         return self._run(func, args, kwargs, operands, resolved)
 
     def _general(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -304,6 +324,8 @@ class ShardedOp:
         resolved: Resolved,
     ) -> Any:
         if self.in_place:
+            if operands[0]._lost_view is not None:
+                raise lost_view(func, operands[0])
             operands[0]._pin()
         locals_ = [
             (x if target is None else x.redistribute(layout=target)).local(cotangent)
@@ -318,7 +340,28 @@ class ShardedOp:
             out = func(*local_args, **local_kwargs)
         else:
             out = resolved.call(func, local_args, local_kwargs, resolved)
-        return args[0] if self.in_place else wrap_all(out, resolved.outputs)
+        if self.in_place:
+            return args[0]
+        wrapped = wrap_all(out, resolved.outputs)
+        if self.view:
+            moved = resolved.operands[0][0] is not None
+            mark_lost(wrapped, name_of(func) if moved else operands[0]._lost_view)
+        return wrapped
+
+
+def mark_lost(views: Any, name: str | None) -> None:
+    """Note what lost the connection between `views` and their base, if anything did. See Note [Lost views]."""
+    if name is not None:
+        for view in tensors_in((views,)):
+            view._lost_view = name  # type: ignore[attr-defined]
+
+
+def lost_view(func: Any, x: TorchDTensor) -> OperandError:
+    """The error of an in-place op on a view that has no base. See Note [Lost views]."""
+    return OperandError(
+        f"{name_of(func)} in place on {describe(x)}: it is the result of {x._lost_view}, for which data had to be "
+        "moved, so the base would not change. Redistribute the base first, or change a clone() and put it back."
+    )
 
 
 def wrap_all(out: Any, specs: Sequence[Spec]) -> Any:

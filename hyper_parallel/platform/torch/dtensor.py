@@ -67,7 +67,7 @@ class TorchDTensor(Differentiable, DTensor):
         layout.check_shape(shape, "DTensor")
         check_pending(layout, local.dtype, "DTensor")
         spec = spec_of(layout, shape)
-        if spec.local_shape is not None and tuple(local.shape) != spec.local_shape:
+        if tuple(local.shape) != spec.local_shape:
             raise UnevenError(
                 f"DTensor of shape {tuple(shape)} {layout}: the local tensor has shape {tuple(local.shape)}, the "
                 f"layout gives this rank {spec.local_shape}. Pass the right piece, or RaggedShard sizes."
@@ -118,7 +118,7 @@ class TorchDTensor(Differentiable, DTensor):
 
     @classmethod
     def _redistribute_many(cls, tensors: Sequence[Any], layouts: Sequence[Any], options: dict[str, Any]) -> list[Any]:
-        return _in_flight().redistribute_many(tensors, layouts, options)
+        return _moving().redistribute_many(tensors, layouts, options)
 
     # -- what it is -----------------------------------------------------------------------------
 
@@ -228,6 +228,7 @@ class TorchDTensor(Differentiable, DTensor):
         placements: Any = None,
         *,
         layout: Layout | None = None,
+        shape: Sequence[int] | None = None,
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
         **options: Any,
@@ -238,6 +239,8 @@ class TorchDTensor(Differentiable, DTensor):
             device_mesh: Must be the tensor's own mesh.
             placements: One per mesh axis, or a Layout. Default: copies on all ranks.
             layout: Instead of mesh and placements.
+            shape: New global shape with as many elements, of which one size may be -1; placements and layout are
+                then those on the new shape. Default: the tensor's.
             forward_dtype: Dtype of the result, cast before anything moves. Default: the tensor's.
             backward_dtype: Dtype in which the gradient travels. Default: as it arrives.
             options: `deterministic=True` adds in the order of the ranks, so that every run gives the same bits;
@@ -248,20 +251,25 @@ class TorchDTensor(Differentiable, DTensor):
 
         Raises:
             LayoutError: another mesh, a layout that does not fit the tensor, or no plan keeps to `max_bytes`.
+            ShapeError: `shape` has another number of elements.
             PartialError: a pending reduction that has no meaning for the dtype.
 
-        Communication: at most 4 collectives, `plan(x.layout, layout, x.shape).bytes_received(rank)` bytes.
-        Memory: `plan(...).peak_bytes(rank)` bytes beside the source.
+        Communication: at most 4 collectives, `plan(x.layout, layout, x.shape).bytes_received(rank)` bytes; with `shape`
+        that of `plan_reshape`, none where a view does it.
+        Memory: `plan(...).peak_bytes(rank)` bytes beside the source. With `shape` the result may be a view of it.
         """
         x: Any = self if forward_dtype is None else self.to(forward_dtype)
+        if shape is not None and tuple(shape) != tuple(x.shape):
+            wanted = layout or placements
+            return _moving().reshape(x, tuple(shape), device_mesh, wanted, backward_dtype, options)
         target = x.target_layout(device_mesh, placements, layout)
         manner = manner_of(backward_dtype, options) if options or backward_dtype else PLAIN
-        source, shape = x.layout, x._spec.shape
+        source, size = x.layout, x._spec.shape
         if target is source:
             return x
         if x.has_extreme_gradient():
-            return wrap(move(x.local(), source, target, shape, manner=manner), spec_of(target, shape))
-        return x.moved(transfer(x._local, source, target, shape, manner), target, manner)
+            return wrap(move(x.local(), source, target, size, manner=manner), spec_of(target, size))
+        return x.moved(transfer(x._local, source, target, size, manner), target, manner)
 
     def redistribute_async(
         self, device_mesh: Any = None, placements: Any = None, *, layout: Layout | None = None, **options: Any
@@ -278,7 +286,7 @@ class TorchDTensor(Differentiable, DTensor):
             y = torch.relu(z)
             x = coming.wait()
         """
-        return _in_flight().redistribute_async(self, self.target_layout(device_mesh, placements, layout), options)
+        return _moving().redistribute_async(self, self.target_layout(device_mesh, placements, layout), options)
 
     def target_layout(self, device_mesh: Any, placements: Any, layout: Layout | None) -> Layout:
         """The checked layout that a caller of `redistribute` means."""
@@ -346,7 +354,7 @@ class TorchDTensor(Differentiable, DTensor):
         Memory: the whole tensor on each rank, as long as it lives; with `cache` as long as this tensor lives.
         """
         if cache and not (self.requires_grad and torch.is_grad_enabled()):
-            return _in_flight().cached_full_tensor(self, options)
+            return _moving().cached_full_tensor(self, options)
         whole = self.redistribute(layout=as_layout(None, self.device_mesh, self.ndim), **options)
         return whole.to_local(grad_placements=grad_placements)
 
@@ -355,7 +363,7 @@ class TorchDTensor(Differentiable, DTensor):
 
         Communication and memory: as `full_tensor`; see `redistribute_async`.
         """
-        return _in_flight().full_tensor_async(self, grad_placements, options)
+        return _moving().full_tensor_async(self, grad_placements, options)
 
     def item(self) -> Any:
         """The value of a one-element tensor, the same on all ranks of the mesh, which must all call it."""
@@ -423,12 +431,12 @@ class TorchDTensor(Differentiable, DTensor):
 
 
 OWN_ATTRIBUTES = frozenset(
-    ("_local", "_spec", "_origin", "_memo", "_grad_wrapper", "_is_bypassed", "_is_native", "_full")
+    ("_local", "_spec", "_origin", "_memo", "_grad_wrapper", "_is_bypassed", "_is_native", "_full", "_lost_view")
 )
 
 
-def _in_flight() -> Any:
-    return importlib.import_module("hyper_parallel.platform.torch.in_flight")
+def _moving() -> Any:
+    return importlib.import_module("hyper_parallel.platform.torch.moving")
 
 
 def _rebuild(

@@ -53,6 +53,8 @@ class Differentiable(torch.Tensor):
     _grad_wrapper: Any = None
     # Result of `full_tensor(cache=True)`, its version, the local tensor it came from, and the version of that.
     _full: tuple[torch.Tensor, int, torch.Tensor, int] | None = None
+    # The op that made this as a view of a copy. See Note [Lost views] in dispatch.py.
+    _lost_view: str | None = None
     # Whether a redistribute took `_origin` over, so that gradients pass this tensor by.
     _is_bypassed = False
 
@@ -182,7 +184,7 @@ class Differentiable(torch.Tensor):
         if getattr(self._local, "reduced_hooks", None) is not None:
             # `fully_shard` gathers anew what was changed, which a write through `.data` would not show.
             torch.autograd.graph.increment_version(self._local)
-        return self._wrap(self._local.data, self._spec)
+        return self._alias(self._local.data)
 
     @data.setter
     def data(self, value: Any) -> None:
@@ -194,7 +196,13 @@ class Differentiable(torch.Tensor):
 
     def detach(self) -> Any:
         """The same values outside of the graph."""
-        return self._wrap(self._local.detach(), self._spec)
+        return self._alias(self._local.detach())
+
+    def _alias(self, local: torch.Tensor) -> Any:
+        out = self._wrap(local, self._spec)
+        if self._lost_view is not None:
+            out._lost_view = self._lost_view
+        return out
 
     def detach_(self) -> Any:
         """Leave the graph, in place."""

@@ -25,7 +25,7 @@ class Spec:
         mesh = layout.mesh
         rank = mesh.get_rank()
         on_mesh = mesh.coord_of(rank) is not None
-        self.local_shape = layout.local_shape(shape, rank) if on_mesh else None
+        self.local_shape = layout.local_shape(shape, rank) if on_mesh else (0,) * max(len(shape), 1)
 
 
 _specs: weakref.WeakValueDictionary[Any, Spec] = weakref.WeakValueDictionary()

@@ -18,6 +18,7 @@ from hyper_parallel.platform.torch.dispatch import (
     TorchDTensor,
     adopt,
     describe,
+    lost_view,
     register,
     sharded,
 )
@@ -39,14 +40,14 @@ def stack(tensors: Any, dim: int = 0) -> Rule:
     return Rule(FactorRule((names,) * len(tensors), ((*names[:at], ONE, *names[at:]),), {}, terms, LINEAR))
 
 
-@sharded("split chunk tensor_split split_with_sizes")
+@sharded("split chunk tensor_split split_with_sizes", view=True)
 def split(input: Any, *args: Any, **kwargs: Any) -> Rule:
     """Cut along a dim, which must be whole."""
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     return Rule(rowwise((input.ndim,), (dim % input.ndim,), linear=True))
 
 
-@sharded("unbind")
+@sharded("unbind", view=True)
 def unbind(input: Any, dim: int = 0) -> Rule:
     """Cut into slices along a dim, which must be whole."""
     at = dim % input.ndim
@@ -54,14 +55,14 @@ def unbind(input: Any, dim: int = 0) -> Rule:
     return Rule(select_dims(input.ndim, kept))
 
 
-@sharded("select")
+@sharded("select", view=True)
 def select(input: Any, dim: int, index: int) -> Rule:
     """One slice along a dim, which must be whole."""
     at = dim % input.ndim
     return Rule(select_dims(input.ndim, [i for i in range(input.ndim) if i != at]))
 
 
-@sharded("narrow")
+@sharded("narrow", view=True)
 def narrow(input: Any, dim: int, start: int, length: int) -> Rule:
     """A range along a dim, which must be whole."""
     return Rule(rowwise((input.ndim,), (dim % input.ndim,), linear=True))
@@ -166,7 +167,7 @@ class _Getitem(ShardedOp):
         return self._general(func, args, kwargs)
 
 
-register("__getitem__", _Getitem(_getitem))
+register("__getitem__", _Getitem(_getitem, view=True))
 
 
 def _setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -181,6 +182,8 @@ def _setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise LayoutError(
             f"x[...] = ...: {describe(x)} is pending and cannot be changed in place. Redistribute it first."
         )
+    if x._lost_view is not None:
+        raise lost_view(func, x)
     index = adopt(index, x.device_mesh, func, args)
     if x.layout.sharded_axes:
         _refuse_cut(x, index)

@@ -12,7 +12,7 @@ from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement_types import ReduceOp
 from hyper_parallel.platform.torch.autograd import transfer
-from hyper_parallel.platform.torch.dispatch import HANDLERS, describe, name_of
+from hyper_parallel.platform.torch.dispatch import HANDLERS, describe, lost_view, name_of
 from hyper_parallel.platform.torch.dtensor import TorchDTensor, wrap
 
 
@@ -68,6 +68,10 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     lead = next(arg for arg in (*args, *kwargs.values()) if _is_list(arg))
     in_place = func.__name__.endswith("_")
+    if in_place:
+        lost = next((x for x in lead if getattr(x, "_lost_view", None) is not None), None)
+        if lost is not None:
+            raise lost_view(func, lost)
     specs = _specs_of(lead)
     if any(spec is not None and spec.layout.partial for spec in set(specs)):
         given, lead = lead, [_finished(x, func, in_place) for x in lead]

@@ -3,14 +3,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.shard.factor_rule import LINEAR, ONE, FactorRule
 from hyper_parallel.core.shard.rules import view as rules
-from hyper_parallel.platform.torch.dispatch import Resolved, Rule, handles, sharded
+from hyper_parallel.core.tensor_redistribution.reshape import full_shape
+from hyper_parallel.core.tensor_redistribution.reshape_plan import reshape_layouts
+from hyper_parallel.platform.torch.dispatch import (
+    Resolved,
+    Rule,
+    check_native,
+    handles,
+    name_of,
+    register,
+    resolved_cache,
+    sharded,
+)
+from hyper_parallel.platform.torch.dtensor import TorchDTensor, wrap
+from hyper_parallel.platform.torch.spec import Spec, spec_of
 
 
 def _sizes(args: Sequence[Any]) -> tuple[int, ...]:
@@ -19,32 +34,97 @@ def _sizes(args: Sequence[Any]) -> tuple[int, ...]:
     return tuple(args)
 
 
-def _to_local_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resolved: Resolved) -> Any:
-    return args[0].reshape(resolved.outputs[0].local_shape)
+class _View(NamedTuple):
+    """A cached decision: where the operand has to go first, if anywhere, and what the result is."""
+
+    target: Layout | None
+    spec: Spec
 
 
-@sharded("view reshape", values=True)
-def view(input: Any, *size: Any, shape: Any = None) -> Rule:
+def view_to(func: Any, input: TorchDTensor, new_shape: tuple[int, ...]) -> TorchDTensor:
+    """`input` with other sizes, of which one may be -1: a view of the local parts wherever that is one of the whole.
+
+    Communication: none where the shard survives, else the plan to the soonest layout that does. See Note [Shards
+    through a reshape] in core/tensor_redistribution/reshape.py.
+    """
+    local = input._local
+    if not local.requires_grad and not input._is_native:
+        check_native(input)
+    key = (view_to, input._spec, new_shape)
+    found: _View | None = resolved_cache.get(key)
+    if found is None:
+        shape = tuple(input.shape)
+        full = full_shape(new_shape, math.prod(shape))
+        before, after = reshape_layouts(input.layout, shape, full, input.element_size())
+        found = _View(None if before is input.layout else before, spec_of(after, full))
+        resolved_cache.put(key, found)
+    if found.target is not None:
+        moved = input.redistribute(layout=found.target)
+        out = wrap(moved.local().reshape(found.spec.local_shape), found.spec)
+        out._lost_view = name_of(func)
+        return out
+    source = input.local()
+    out = wrap(source.reshape(found.spec.local_shape), found.spec)
+    if input._lost_view is not None:
+        out._lost_view = input._lost_view
+    elif not source.is_contiguous() and func.__name__ == "view" and not _share_memory(out._local, source):
+        out._lost_view = "view"
+    return out
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+@handles("view reshape")
+def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Other sizes for the same elements."""
+    size = kwargs["shape"] if kwargs else args[1:]
     if len(size) == 1 and isinstance(size[0], torch.dtype):
         raise TypeError("view(dtype) of a DTensor: its elements cannot be reinterpreted. Use x.to(dtype).")
-    new_shape = rules.full_shape(shape or _sizes(size), input.numel())
-    return Rule(rules.reshape(input.layout, input.shape, new_shape), call=_to_local_shape, shapes=(new_shape,))
+    return view_to(func, args[0], _sizes(size))
 
 
-@sharded("flatten")
-def flatten(input: Any, start_dim: int = 0, end_dim: int = -1) -> Rule:
+def _flatten(func: Any, input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     """Neighbouring dims as one."""
-    start, end = start_dim % max(input.ndim, 1), end_dim % max(input.ndim, 1)
-    return view(input, (*input.shape[:start], -1, *input.shape[end + 1 :]))
+    ndim = max(input.ndim, 1)
+    start, end = _dim(start_dim, ndim), _dim(end_dim, ndim)
+    if start > end:
+        raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
+    length = math.prod(input.shape[start : end + 1])
+    return view_to(func, input, (*input.shape[:start], length, *input.shape[end + 1 :]))
 
 
-@sharded("unflatten")
-def unflatten(input: Any, dim: int, sizes: Any) -> Rule:
+def _unflatten(func: Any, input: Any, dim: int, sizes: Any) -> Any:
     """One dim as several."""
-    at = dim % input.ndim
-    sizes = rules.full_shape(sizes, input.shape[at])
-    return view(input, (*input.shape[:at], *sizes, *input.shape[at + 1 :]))
+    at = _dim(dim, input.ndim)
+    return view_to(func, input, (*input.shape[:at], *full_shape(sizes, input.shape[at]), *input.shape[at + 1 :]))
+
+
+def _squeeze(func: Any, input: Any, dim: Any = None) -> Any:
+    """Without the dims of size 1 (the given ones, or all)."""
+    dims = range(input.ndim) if dim is None else [_dim(d, max(input.ndim, 1)) for d in _sizes((dim,))]
+    kept = [d for d in range(input.ndim) if d not in dims or input.shape[d] != 1]
+    return view_to(func, input, tuple(input.shape[d] for d in kept))
+
+
+def _ravel(func: Any, input: Any) -> Any:
+    """All dims as one."""
+    return view_to(func, input, (input.numel(),))
+
+
+def _dim(dim: int, ndim: int) -> int:
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
+    return dim % ndim
+
+
+def _with_args(ours: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda func, args, kwargs: ours(func, *args, **kwargs)
+
+
+for _names, _ours in (("flatten", _flatten), ("unflatten", _unflatten), ("squeeze", _squeeze), ("ravel", _ravel)):
+    register(_names, _with_args(_ours))
 
 
 @handles("view_as reshape_as")
@@ -53,7 +133,7 @@ def view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0].view(tuple(args[1].shape)) if func.__name__ == "view_as" else args[0].reshape(tuple(args[1].shape))
 
 
-@sharded("transpose swapaxes swapdims")
+@sharded("transpose swapaxes swapdims", view=True)
 def transpose(input: Any, dim0: int, dim1: int) -> Rule:
     """Two dims exchanged."""
     order = list(range(input.ndim))
@@ -61,20 +141,20 @@ def transpose(input: Any, dim0: int, dim1: int) -> Rule:
     return Rule(rules.permute(order))
 
 
-@sharded("t adjoint")
+@sharded("t adjoint", view=True)
 def t(input: Any) -> Rule:
     """The two last dims exchanged (a vector stays)."""
     order = list(range(input.ndim))
     return Rule(rules.permute((*order[:-2], *order[:-3:-1]) if input.ndim > 1 else order))
 
 
-@sharded("permute")
+@sharded("permute", view=True)
 def permute(input: Any, *dims: Any) -> Rule:
     """Dims in another order."""
     return Rule(rules.permute([d % input.ndim for d in _sizes(dims)]))
 
 
-@sharded("movedim moveaxis")
+@sharded("movedim moveaxis", view=True)
 def movedim(input: Any, source: Any, destination: Any) -> Rule:
     """Some dims moved."""
     probe = torch.empty([i + 2 for i in range(input.ndim)], device="meta")
@@ -82,7 +162,7 @@ def movedim(input: Any, source: Any, destination: Any) -> Rule:
     return Rule(rules.permute(order))
 
 
-@sharded("unsqueeze")
+@sharded("unsqueeze", view=True)
 def unsqueeze(input: Any, dim: int) -> Rule:
     """A new dim of size 1."""
     order: list[int | None] = list(range(input.ndim))
@@ -90,21 +170,11 @@ def unsqueeze(input: Any, dim: int) -> Rule:
     return Rule(rules.select_dims(input.ndim, order))
 
 
-@sharded("squeeze")
-def squeeze(input: Any, dim: Any = None) -> Rule:
-    """Without the dims of size 1 (the given ones, or all)."""
-    dims = range(input.ndim) if dim is None else [d % max(input.ndim, 1) for d in _sizes((dim,))]
-    gone = [d for d in dims if input.ndim and input.shape[d] == 1]
-    kept = [d for d in range(input.ndim) if d not in gone]
-    shape = tuple(input.shape[d] for d in kept)
-    return Rule(rules.select_dims(input.ndim, kept), call=_to_local_shape, shapes=(shape,))
-
-
 def _expand_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resolved: Resolved) -> Any:
     return args[0].expand(resolved.outputs[0].local_shape)
 
 
-@sharded("expand broadcast_to")
+@sharded("expand broadcast_to", view=True)
 def expand(input: Any, *size: Any) -> Rule:
     """Dims of size 1 repeated, without a copy."""
     sizes = _sizes(size)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Redistributions that overlap: behind other work, or several together. See Note [In flight] in drive.py.
+"""Redistributions beyond the plain one: behind other work, several together, kept, to another shape.
+
+See Note [In flight] in drive.py.
 
 On a device with streams they run on a side stream that waits for what the current one has put out so far, and
 `wait` makes the current stream wait for it; the host never blocks.
@@ -15,12 +17,14 @@ import torch
 
 from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.layout import Layout, as_layout
-from hyper_parallel.core.tensor_redistribution import compiled_plan, run_many, start
+from hyper_parallel.core.tensor_redistribution import cached_reshape_plan, compiled_plan, run_many, start
 from hyper_parallel.core.tensor_redistribution.execute import CompiledPlan
+from hyper_parallel.core.tensor_redistribution.reshape import full_shape
 from hyper_parallel.platform.torch import platform
 from hyper_parallel.platform.torch.autograd import Manner, anchor, manner_of
 from hyper_parallel.platform.torch.device import DeviceHandle, device_handle
-from hyper_parallel.platform.torch.dtensor import TorchDTensor
+from hyper_parallel.platform.torch.dtensor import TorchDTensor, wrap
+from hyper_parallel.platform.torch.spec import check_pending, spec_of
 
 _streams: dict[torch.device, Any] = {}
 """One side stream per device, which all redistributions in flight share, so that they keep their order."""
@@ -123,6 +127,39 @@ def redistribute_many(
     for i, data in zip(together, results, strict=True):
         out[i] = tensors[i].moved(data, targets[i], manner)
     return out
+
+
+def reshape(
+    x: TorchDTensor,
+    shape: tuple[int, ...],
+    device_mesh: Any,
+    wanted: Any,
+    backward_dtype: torch.dtype | None,
+    options: dict[str, Any],
+) -> TorchDTensor:
+    """`x` on another global shape and in another layout; each stage is differentiable. See Note [Stages].
+
+    Communication: that of `plan_reshape`.
+    """
+    shape = full_shape(shape, x.numel())
+    target = as_layout(wanted, x.device_mesh if device_mesh is None else device_mesh, len(shape), "redistribute")
+    check_pending(target, x.dtype, "redistribute")
+    manner = manner_of(backward_dtype, options)
+    made = cached_reshape_plan(
+        x.layout, target, tuple(x.shape), shape, x.element_size(), manner.topology, manner.max_bytes
+    )
+    for stage in made.stages:
+        x = _seen(x, stage.src, stage.shape)
+        x = x.redistribute(layout=stage.dst, backward_dtype=backward_dtype, **options)
+    return _seen(x, target, shape)
+
+
+def _seen(x: TorchDTensor, layout: Layout, shape: tuple[int, ...]) -> TorchDTensor:
+    """`x` under the layout on another shape that gives every rank the same elements."""
+    if layout is x.layout and shape == tuple(x.shape):
+        return x
+    spec = spec_of(layout, shape)
+    return wrap(x.local().reshape(spec.local_shape), spec)
 
 
 def _compiled(x: TorchDTensor, target: Layout, manner: Manner) -> CompiledPlan:
