@@ -13,10 +13,14 @@ from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.layout import Layout, as_layout
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan, layout_for
-from hyper_parallel.platform.torch import implicit
+from hyper_parallel.platform.torch import full_state_dicts, implicit
 from hyper_parallel.platform.torch.dispatch import HANDLERS, Rule, ShardedOp, tensors_in
 from hyper_parallel.platform.torch.dtensor import TorchDTensor, wrap
 from hyper_parallel.platform.torch.spec import spec_of
+
+
+# Here, and not where DTensors are made: this loads torch.distributed.tensor (0.5 s), which the first optimizer would.
+full_state_dicts.install()
 
 
 def shard_module(
