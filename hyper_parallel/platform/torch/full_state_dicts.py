@@ -16,7 +16,6 @@ import torch
 from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint import state_dict as _users
 
-from hyper_parallel.platform.torch.building import distribute
 from hyper_parallel.platform.torch.dtensor import TorchDTensor
 
 
@@ -82,6 +81,6 @@ def _cut(state: dict[str, Any], layouts: dict[str, Any]) -> None:
         whole = state.get(key)
         if isinstance(whole, torch.Tensor) and not isinstance(whole, TorchDTensor):
             # Every rank has the same values here, none of which need sending.
-            piece = distribute(whole.detach(), None, layout, None)
+            piece = TorchDTensor._distribute(whole.detach(), None, layout, None)
             # A view would keep the whole tensor alive.
             state[key] = piece.clone() if piece._local.numel() < whole.numel() else piece

@@ -18,8 +18,7 @@ from hyper_parallel.platform.torch.dispatch import HANDLERS, Rule, ShardedOp, te
 from hyper_parallel.platform.torch.dtensor import TorchDTensor, wrap
 from hyper_parallel.platform.torch.spec import spec_of
 
-
-# Here, and not where DTensors are made: this loads torch.distributed.tensor (0.5 s), which the first optimizer would.
+# `fully_shard` makes DTensors on its own. On import this would be too soon: see building.py.
 full_state_dicts.install()
 
 

@@ -174,15 +174,25 @@ def test_the_gathered_tensors_are_no_views_of_what_trains_on() -> None:
     assert_same(state, kept, 0, 0)
 
 
+WRAPPED = "model = hyper_parallel.fully_shard(nn.Linear(2, 2))"
+BY_HAND = (
+    "model = nn.Linear(2, 2)\n"
+    "mesh = hyper_parallel.init_device_mesh('cpu', (1,))\n"
+    "for name, p in list(model.named_parameters()):\n"
+    "    model.register_parameter(name, nn.Parameter(hyper_parallel.distribute_tensor(p.detach(), mesh)))"
+)
+
+
+@pytest.mark.parametrize("making", [WRAPPED, BY_HAND])
 @pytest.mark.parametrize("first", ["hyper_parallel", "torch.distributed.checkpoint.state_dict"])
-def test_the_order_of_imports_does_not_matter(first: str) -> None:
+def test_the_order_of_imports_does_not_matter(first: str, making: str) -> None:
     second = {"hyper_parallel": "torch.distributed.checkpoint.state_dict"}.get(first, "hyper_parallel")
     program = (
         f"import {first}\n"
         "import torch\n"
         "from torch import nn\n"
         "import hyper_parallel\n"
-        "model = hyper_parallel.fully_shard(nn.Linear(2, 2))\n"
+        f"{making}\n"
         f"import {second}\n"
         "from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict\n"
         "state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))\n"
