@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hyper_parallel.core.errors import ParamStateError
 from hyper_parallel.core.fully_shard.hsdp_state import GroupState, check_transition
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
 from hyper_parallel.platform.torch.dtensor import TorchDTensor, wrap
+from hyper_parallel.platform.torch.fully_shard.checks import check_lent, check_optimizers
 from hyper_parallel.platform.torch.fully_shard.context import RootContext
 from hyper_parallel.platform.torch.fully_shard.gradients import (
     GradBuffer,
@@ -179,7 +178,16 @@ class ParamGroup:
             args, kwargs = tree_map_only(torch.Tensor, lambda x: _cast(x, dtype), (args, kwargs))
         return args, kwargs
 
+    def _check_shown(self) -> None:
+        """Between `unshard` and `reshard` nothing is adopted: only what was put in place may be there."""
+        if self._manual is not None:
+            for unit, tensors in zip(self.units, self._manual.tensors, strict=True):
+                for param, shown in zip(unit.params, tensors, strict=True):
+                    if getattr(param.current, "_local", param.current) is not shown:
+                        check_lent(param)
+
     def _enter(self, context: RootContext) -> None:
+        self._check_shown()
         following: list[ParamGroup] = []
         if not context.in_backward:
             if context.root is self:
@@ -410,7 +418,7 @@ class ParamGroup:
             places = {id(m): name for root in self.modules for name, m in root.named_modules()}
             for group in groups:
                 group._rename(places)
-            _check_optimizers(groups)
+            check_optimizers(groups)
             for group in groups:
                 group._context = context
         assert self._context is not None
@@ -443,23 +451,6 @@ class UnshardHandle:
     def wait(self) -> None:
         """Have the full parameters in place."""
         self._group.show_until_reshard()
-
-
-def _check_optimizers(groups: Sequence[ParamGroup]) -> None:
-    """Refuse to train when an optimizer holds the parameters as they were: it would change nothing, silently."""
-    params = (param for group in groups for unit in group.units for param in unit.params)
-    held = next(((param, old) for param in params if (old := param.original()) is not None), None)
-    if held is None:
-        return
-    param, old = held
-    lists = [x for x in gc.get_referrers(old) if type(x) is list]
-    if any(
-        isinstance(x, dict) and any(x.get("params") is y for y in lists) for y in lists for x in gc.get_referrers(y)
-    ):
-        raise ParamStateError(
-            f'parameter "{param.name}": an optimizer holds it as it was before fully_shard, and would train nothing. '
-            "Build the optimizer after wrapping."
-        )
 
 
 def _put(sites: Sequence[tuple[nn.Module, str]], tensor: torch.Tensor) -> None:

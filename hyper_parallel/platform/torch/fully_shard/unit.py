@@ -24,6 +24,7 @@ from hyper_parallel.core.fully_shard.group_plan import GroupPlan, plan_group
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.platform.torch.dtensor import OWN_ATTRIBUTES, TorchDTensor, wrap
 from hyper_parallel.platform.torch.dtensor_autograd import ReducedHooks
+from hyper_parallel.platform.torch.fully_shard.checks import check_lent
 from hyper_parallel.platform.torch.fully_shard.transfer import Transfer, gather_flat
 from hyper_parallel.platform.torch.spec import spec_of
 
@@ -176,7 +177,9 @@ class FlatUnit:
 
         Their values move into the shard, and old and new objects share one leaf, so optimizers built on either work.
         """
-        if not all(param.is_in_place for param in self.params):
+        replaced = [param for param in self.params if not param.is_in_place]
+        if replaced:
+            check_lent(replaced[0])
             with torch.no_grad():
                 self._rebuild([param.current for param in self.params])
 
