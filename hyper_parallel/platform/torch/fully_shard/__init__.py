@@ -59,6 +59,7 @@ def fully_shard(
         modules,
         units,
         replicate_ranks=replicas,
+        all_ranks=mesh.group_ranks(mesh.axis_names, rank),
         mp_policy=mp_policy,
         reshard_after_forward=reshards,
     )

@@ -18,6 +18,7 @@ from hyper_parallel.platform.torch.dtensor import TorchDTensor, wrap
 from hyper_parallel.platform.torch.fully_shard.checks import check_lent, check_optimizers
 from hyper_parallel.platform.torch.fully_shard.context import RootContext
 from hyper_parallel.platform.torch.fully_shard.gradients import (
+    Carried,
     GradBuffer,
     UnitCall,
     UnitReduction,
@@ -51,6 +52,7 @@ class ParamGroup:
         modules: The wrapped modules.
         units: Their parameters, one unit per dtype.
         replicate_ranks: HSDP: the ranks that hold the same shards, this one among them.
+        all_ranks: The ranks of all shards and replicas.
         mp_policy: Dtypes.
         reshard_after_forward: Free after forward; None: unless this turns out to be the root.
     """
@@ -62,6 +64,7 @@ class ParamGroup:
         units: list[FlatUnit],
         *,
         replicate_ranks: tuple[int, ...],
+        all_ranks: tuple[int, ...],
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
     ) -> None:
@@ -69,6 +72,7 @@ class ParamGroup:
         self.modules = list(modules)
         self.units = units
         self.replicate_ranks = replicate_ranks
+        self.all_ranks = all_ranks
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
@@ -77,7 +81,7 @@ class ParamGroup:
         self.divide_factor: float | None = None
         self.forward_prefetch: list[ParamGroup] = []
         self.backward_prefetch: list[ParamGroup] = []
-        self.carried_shards: dict[FlatUnit, torch.Tensor | None] = {}
+        self.carried_shards: dict[FlatUnit, Carried] = {}
         self._carried_buffers: dict[FlatUnit, GradBuffer] = {}
         self.state = GroupState.SHARDED
         self._context: RootContext | None = None
@@ -337,11 +341,12 @@ class ParamGroup:
                 self.root_context().reduce(self, self._reduction(unit, None))
 
     def _reduction(self, unit: FlatUnit, buffer: GradBuffer | None) -> UnitReduction:
-        factor = self.divide_factor or len(unit.ranks) * len(self.replicate_ranks)
+        factor = self.divide_factor or len(self.all_ranks)
         return UnitReduction(
             unit,
             buffer,
             replicate_ranks=self.replicate_ranks,
+            all_ranks=self.all_ranks,
             factor=factor,
             carry=self.carried_shards.pop(unit, None),
             all_reduce=self.requires_all_reduce,
