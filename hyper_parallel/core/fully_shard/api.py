@@ -119,6 +119,12 @@ class HSDPModule:
         """Modules to gather while this one's backward runs, instead of the one before it in forward."""
         self._hsdp().backward_prefetch = [m._hsdp() for m in modules]
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As PyTorch's; drops what `set_requires_gradient_sync(False)` holds back too, which an optimizer cannot."""
+        for group in self._hsdp().groups_below():
+            group.drop_carried()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
     def _each(self, recurse: bool, name: str, value: Any) -> None:
         groups = self._hsdp().groups_below() if recurse else [self._hsdp()]
         for group in groups:

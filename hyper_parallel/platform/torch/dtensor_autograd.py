@@ -26,11 +26,13 @@ class ReducedHooks:
     Attributes:
         before: Called with the gradient of one backward, may return another.
         after: Called with the leaf once the gradient is accumulated.
+        data_reads: How often `.data` was read, which counts as a write in the leaf's version.
     """
 
     def __init__(self) -> None:
         self.before: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] = OrderedDict()
         self.after: dict[int, Callable[[torch.Tensor], None]] = OrderedDict()
+        self.data_reads = 0
 
     def add(self, when: str, hook: Callable[[torch.Tensor], Any]) -> RemovableHandle:
         """Add a hook to `before` or `after`."""
@@ -177,8 +179,10 @@ class Differentiable(torch.Tensor):
     @property
     def data(self) -> Any:
         """The same values outside of the graph."""
-        if getattr(self._local, "reduced_hooks", None) is not None:
+        reduced = getattr(self._local, "reduced_hooks", None)
+        if reduced is not None:
             # `fully_shard` gathers anew what was changed, which a write through `.data` would not show.
+            reduced.data_reads += 1
             torch.autograd.graph.increment_version(self._local)
         return self._wrap(self._local.data, self._spec)
 

@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from hyper_parallel import fully_shard
-from hyper_parallel.core.errors import ParamStateError
+from hyper_parallel.core.errors import HyperParallelError, ParamStateError
 from hyper_parallel.testing import distributed
-from tests.torch.fully_shard.support import assert_same, assert_sharded, full_params, mesh_1d
+from tests.torch.fully_shard.support import assert_same, assert_sharded, full_grads, full_params, mesh_1d, mesh_2d
 
 
 def net() -> nn.Sequential:
@@ -73,3 +75,171 @@ def test_functional_call_with_other_buffers_works() -> None:
     torch.testing.assert_close(functional_call(model, given, (X,)), functional_call(plain, given, (X,)))
     same = dict(model.named_parameters())
     torch.testing.assert_close(functional_call(model, same, (X,)), plain(X))
+
+
+@pytest.mark.parametrize("is_wrapped_yet", [False, True])
+@pytest.mark.parametrize("how", ["module", "replaced", "inserted", "parameter"])
+@distributed(2)
+def test_parameters_added_after_wrapping_are_refused_by_name(how: str, is_wrapped_yet: bool) -> None:
+    model = wrapped(net())
+    if is_wrapped_yet:
+        model(X).sum().backward()
+    before = full_params(model)
+    name = "3.weight"
+    if how == "module":
+        model.append(nn.Linear(3, 3))
+    elif how == "replaced":
+        model[1] = nn.Linear(5, 5)
+        name = "1.weight"
+    elif how == "inserted":
+        model.insert(2, nn.Linear(5, 5))
+        name = "2.weight"
+    else:
+        model[0].scale = nn.Parameter(torch.ones(3))
+        name = "0.scale"
+    for _ in range(2):
+        with pytest.raises(ParamStateError, match=rf'"{name}".*added after fully_shard.*before wrapping'):
+            model(X)
+    with torch.no_grad():
+        model(X)
+    if how != "inserted":
+        assert_same({n: v for n, v in full_params(model).items() if n in before}, before, 0, 0)
+
+
+@distributed(2)
+def test_what_was_added_properly_is_no_reason_to_refuse() -> None:
+    model, plain = wrapped(net()), net()
+    for module in (model, plain):
+        module(X).sum().backward()
+        head = nn.Linear(3, 3)
+        nn.init.eye_(head.weight)
+        module.append(head)
+        module.append(nn.Linear(3, 3).requires_grad_(False))
+        nn.init.ones_(module[4].weight)
+    fully_shard(model[3], mesh=mesh_1d())
+    for module in (model, plain):
+        module.zero_grad()
+        module(X).sum().backward()
+    assert_same(full_grads(model), full_grads(plain))
+
+
+@distributed(2)
+def test_ignored_parameters_are_no_additions_in_a_copy_either() -> None:
+    model = net()
+    fully_shard(model[0], mesh=mesh_1d(), ignored_params={model[0].bias})
+    fully_shard(model, mesh=mesh_1d(), ignored_params={model[0].bias, model[2].bias})
+    for each in (model, copy.deepcopy(model), model.double()):
+        each(X.to(each[0].bias.dtype)).sum().backward()
+    assert model[2].bias.grad is not None
+
+
+def prune_weight(module: nn.Module) -> None:
+    prune.l1_unstructured(module, "weight", 3)
+
+
+def parametrize_weight(module: nn.Module) -> None:
+    parametrize.register_parametrization(module, "weight", nn.Identity())
+
+
+@pytest.mark.parametrize(
+    "change", [prune_weight, parametrize_weight, parametrizations.weight_norm, parametrizations.spectral_norm]
+)
+@distributed(2)
+def test_tools_that_take_parameters_out_are_stopped_by_an_error(change: Callable[[nn.Module], None]) -> None:
+    model = wrapped(net())
+    model(X).sum().backward()
+    with pytest.raises(HyperParallelError):  # noqa: PT012 - some fail themselves, the others the next forward
+        change(model[0])
+        model(X)
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad])
+@distributed(2)
+def test_parameters_taken_out_after_wrapping_are_named(grad: Any) -> None:
+    model = wrapped(net())
+    model(X).sum().backward()
+    del model[0].weight
+    with grad(), pytest.raises(ParamStateError, match=r'"0.weight".*taken out.*before wrapping'):
+        model(X)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("how", ["optimizer", "foreach", "in place", "load_state_dict"])
+@pytest.mark.parametrize("size", [1, 2])
+@distributed(2)
+def test_parameters_changed_between_forward_and_backward_are_noticed(size: int, how: str, reshard: bool) -> None:
+    model, plain = net(), net()
+    mesh = mesh_1d() if size == 2 else mesh_2d(2, 1)
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+    state = {name: torch.ones_like(value) for name, value in plain.state_dict().items()}
+    for module, error in ((plain, RuntimeError), (model, ParamStateError)):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5, foreach=how == "foreach")
+        module(X).sum().backward()
+        loss = module(X).square().sum()
+        if how in ("optimizer", "foreach"):
+            optimizer.step()
+        elif how == "in place":
+            with torch.no_grad():
+                module[2].weight.mul_(2)
+        else:
+            module.load_state_dict(state)
+        with pytest.raises(error, match="modified by an inplace operation"):
+            loss.backward()
+    assert_sharded(model)
+    for module in (model, plain):
+        module.load_state_dict(state)
+        module.zero_grad()
+        module(X).square().sum().backward()
+    assert_same(full_grads(model), full_grads(plain))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(2)
+def test_reading_data_between_forward_and_backward_does_no_harm(reshard: bool) -> None:
+    model, plain = wrapped(net(), reshard_after_forward=reshard), net()
+    for module in (model, plain):
+        loss = module(X).square().sum()
+        assert all(torch.isfinite(p.data).all() for p in module.parameters())
+        loss.backward()
+    assert_same(full_grads(model), full_grads(plain))
+
+
+@pytest.mark.parametrize("switch", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+@distributed(4)
+def test_zero_grad_of_the_model_drops_what_was_held_back(switch: str) -> None:
+    model, plain = net(), net()
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh_2d(2, 2))
+    getattr(model, switch)(False)
+    model(X).sum().backward()
+    model.zero_grad()
+    getattr(model, switch)(True)
+    for module in (model, plain):
+        module(X).square().sum().backward()
+    assert_same(full_grads(model), full_grads(plain))
+
+
+@distributed(2)
+def test_zero_grad_drops_what_was_still_under_way() -> None:
+    model, plain = wrapped(net()), net()
+    model(X)
+    model.set_is_last_backward(False)
+    model(X).sum().backward()
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    model.set_is_last_backward(True)
+    for module in (model, plain):
+        module(X).square().sum().backward()
+    assert_same(full_grads(model), full_grads(plain))
+
+
+@distributed(2)
+def test_the_first_block_that_backward_reaches_is_gathered_ahead() -> None:
+    model = wrapped(net(), reshard_after_forward=True)
+    model(X).sum().backward()
+    block = model[0]._hsdp()
+    states = []
+    model[2].register_full_backward_hook(lambda *_: states.append(block.state.value))
+    model(X.requires_grad_()).sum().backward()
+    assert states == ["unsharding"]

@@ -62,6 +62,7 @@ def fully_shard(
         all_ranks=mesh.group_ranks(mesh.axis_names, rank),
         mp_policy=mp_policy,
         reshard_after_forward=reshards,
+        ignored_sites=_ignored_sites(modules, ignored_params),
     )
     for each in modules:
         _mix_in(each, group)
@@ -121,6 +122,12 @@ def _collect(modules: Sequence[nn.Module], ignored: set[Any], mesh: DeviceMesh) 
                     continue
                 found[id(tensor)] = _flat_param(f"{prefix}{key}", child, key, tensor, mesh)
     return list(found.values())
+
+
+def _ignored_sites(modules: Sequence[nn.Module], ignored: set[Any]) -> list[tuple[nn.Module, str]]:
+    ids = {id(p) for p in ignored}
+    own = (child for module in modules for _, child in _own_modules(module))
+    return [(child, key) for child in own for key, tensor in child._parameters.items() if id(tensor) in ids]
 
 
 def _own_modules(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:

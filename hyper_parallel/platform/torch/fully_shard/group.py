@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hyper_parallel.core.errors import ParamStateError
 from hyper_parallel.core.fully_shard.hsdp_state import GroupState, check_transition
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
 from hyper_parallel.platform.torch.dtensor import TorchDTensor, wrap
-from hyper_parallel.platform.torch.fully_shard.checks import check_lent, check_optimizers
+from hyper_parallel.platform.torch.fully_shard.checks import Inventory, check_lent, check_optimizers
 from hyper_parallel.platform.torch.fully_shard.context import RootContext
 from hyper_parallel.platform.torch.fully_shard.gradients import (
     Carried,
@@ -33,6 +34,7 @@ class GroupCall:
     Attributes:
         units: Its units' calls.
         tensors: Per unit the full parameters that this forward uses.
+        versions: Per unit the number of writes to its parameters before this forward.
         task: The backward pass that reached it first, -1 when none is under way.
         left: Units whose gradients are still being collected.
     """
@@ -40,6 +42,7 @@ class GroupCall:
     def __init__(self, units: list[UnitCall], tensors: list[list[torch.Tensor]]) -> None:
         self.units = units
         self.tensors = tensors
+        self.versions = [call.unit.version for call in units]
         self.task = -1
         self.left = 0
 
@@ -55,6 +58,7 @@ class ParamGroup:
         all_ranks: The ranks of all shards and replicas.
         mp_policy: Dtypes.
         reshard_after_forward: Free after forward; None: unless this turns out to be the root.
+        ignored_sites: (module, name) of parameters that are left alone.
     """
 
     def __init__(
@@ -67,12 +71,14 @@ class ParamGroup:
         all_ranks: tuple[int, ...],
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
+        ignored_sites: Sequence[tuple[nn.Module, str]],
     ) -> None:
         self.name = name
         self.modules = list(modules)
         self.units = units
         self.replicate_ranks = replicate_ranks
         self.all_ranks = all_ranks
+        self.ignored_sites = list(ignored_sites)
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
@@ -92,6 +98,7 @@ class ParamGroup:
         self._manual: GroupCall | None = None
         self._active: list[GroupCall] = []
         self._shown: GroupCall | None = None
+        self._inventory = Inventory(self)
 
     # -- states ---------------------------------------------------------------------------------
 
@@ -191,10 +198,13 @@ class ParamGroup:
                         check_lent(param)
 
     def _enter(self, context: RootContext) -> None:
+        starts = context.root is self and not context.in_backward
+        if starts:
+            self._inventory.check()
         self._check_shown()
         following: list[ParamGroup] = []
         if not context.in_backward:
-            if context.root is self:
+            if starts:
                 context.begin_forward()
             following = context.enter(self)
         self.unshard()
@@ -230,6 +240,7 @@ class ParamGroup:
         self._show()
         if context.in_backward:
             return
+        context.order.leave(self)
         frees = self.reshard_after_forward
         if frees is None:
             frees = context.root is not self
@@ -271,6 +282,7 @@ class ParamGroup:
         task = context.note_backward(self)
         if call.task != -1:
             return
+        self._check_unchanged(call)
         call.task = task
         call.left = len(call.units)
         self._active.append(call)
@@ -282,6 +294,16 @@ class ParamGroup:
             wanted = [before] if before is not None else []
         for group in wanted:
             group.start_unshard()
+
+    def _check_unchanged(self, call: GroupCall) -> None:
+        """Backward must see the parameters that forward saw, whether they are gathered again or not."""
+        for unit, version in zip(self.units, call.versions, strict=True):
+            if unit.version != version:
+                raise ParamStateError(
+                    f'backward to parameter "{unit.params[0].name}" and its group: it was modified by an inplace '
+                    "operation after the forward, such as an optimizer's step. Do that after backward, or run the "
+                    "forward again."
+                )
 
     def _unit_done(self, call: UnitCall) -> None:
         """All gradients of a unit's forward are collected, as far as this backward pass goes."""
@@ -326,9 +348,18 @@ class ParamGroup:
     def _close(self, call: GroupCall) -> None:
         call.task = -1
         self._active.remove(call)
+        self._settle()
+
+    def _settle(self) -> None:
+        """After a part of backward: show what its rest needs, and free what it does not."""
         self._show()
         if self.reshard_after_backward and not self.root_context().creates_graph:
             self.drop_unused()
+
+    def _forget_backward(self) -> None:
+        for call in self._active:
+            call.task = -1
+        self._active.clear()
 
     def reduce_carried(self) -> None:
         """Reduce what earlier backwards left, where this one did not reach the group and reductions are wanted."""
@@ -339,6 +370,12 @@ class ParamGroup:
         if self.requires_all_reduce:
             for unit in list(self.carried_shards):
                 self.root_context().reduce(self, self._reduction(unit, None))
+
+    def drop_carried(self) -> None:
+        """Drop gradients of earlier backwards that were held back; what is in flight is put in place."""
+        self.root_context().finish_reductions()
+        self._carried_buffers.clear()
+        self.carried_shards.clear()
 
     def _reduction(self, unit: FlatUnit, buffer: GradBuffer | None) -> UnitReduction:
         factor = self.divide_factor or len(self.all_ranks)
@@ -354,19 +391,13 @@ class ParamGroup:
 
     def end_backward(self) -> None:
         """The whole backward pass is over."""
-        for call in self._active:
-            call.task = -1
-        self._active.clear()
-        self._show()
-        if self.reshard_after_backward and not self.root_context().creates_graph:
-            self.drop_unused()
+        self._forget_backward()
+        self._settle()
 
     def abort(self) -> None:
         """Back to the sharded state after an exception; gradients collected so far are dropped."""
         self._carried_buffers.clear()
-        for call in self._active:
-            call.task = -1
-        self._active.clear()
+        self._forget_backward()
         self._call, self._depth, self._manual = None, 0, None
         self._show()
         self.reshard()
@@ -437,7 +468,7 @@ class ParamGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("_lock", "_context", "_call", "_manual", "_shown"):
+        for name in ("_lock", "_context", "_call", "_manual", "_shown", "_inventory"):
             state[name] = None
         state["_active"] = []
         return state
@@ -445,6 +476,7 @@ class ParamGroup:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = threading.RLock()
+        self._inventory = Inventory(self)
 
 
 class UnshardHandle:

@@ -233,6 +233,11 @@ class FlatUnit:
         for module, name in param.sites:
             module._parameters[name] = new
 
+    @property
+    def version(self) -> int:
+        """Number of writes to the parameters. Mere reads of `.data` count as writes elsewhere, not here."""
+        return self.shard._version - sum(param.local.reduced_hooks.data_reads for param in self.params)  # type: ignore[attr-defined]
+
     # -- gathering ------------------------------------------------------------------------------
 
     @property
