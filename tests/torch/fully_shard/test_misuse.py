@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from hyper_parallel import fully_shard
+from hyper_parallel import HSDPModule, fully_shard
 from hyper_parallel.core.errors import HyperParallelError, ParamStateError
 from hyper_parallel.testing import distributed
 from tests.torch.fully_shard.support import assert_same, assert_sharded, full_grads, full_params, mesh_1d, mesh_2d
@@ -243,3 +244,58 @@ def test_the_first_block_that_backward_reaches_is_gathered_ahead() -> None:
     model[2].register_full_backward_hook(lambda *_: states.append(block.state.value))
     model(X.requires_grad_()).sum().backward()
     assert states == ["unsharding"]
+
+
+@pytest.mark.parametrize("factor", [0, -1.0, float("nan"), float("inf")])
+@distributed(2)
+def test_a_divisor_that_is_none_is_refused(factor: float) -> None:
+    model = wrapped(net())
+    with pytest.raises(ValueError, match=r"set_gradient_divide_factor\(.*above 0"):
+        model.set_gradient_divide_factor(factor)
+    with pytest.raises(TypeError, match=r"set_gradient_divide_factor\('2'\)"):
+        model.set_gradient_divide_factor("2")
+    model(X).sum().backward()
+    plain = net()
+    plain(X).sum().backward()
+    assert_same(full_grads(model), full_grads(plain))
+
+
+@distributed(2)
+def test_arguments_of_a_wrong_type_are_named() -> None:
+    model = net()
+    weight = model[0].weight
+    for module, options, kind, parts in (
+        ([], {}, ValueError, (r"fully_shard\(\[\]\): the list is empty",)),
+        (torch.ones(2), {}, TypeError, ("Tensor", "not a module")),
+        ([model, None], {}, TypeError, ("NoneType", "not a module")),
+        (model, {"mp_policy": torch.bfloat16}, TypeError, ("mp_policy=torch.bfloat16", "MixedPrecisionPolicy")),
+        (model, {"offload_policy": "cpu"}, TypeError, ("offload_policy='cpu'", "OffloadPolicy")),
+        (model, {"reshard_after_forward": "no"}, TypeError, ("reshard_after_forward='no'",)),
+        (model, {"shard_placement_fn": 0}, TypeError, ("shard_placement_fn=0",)),
+        (model, {"ignored_params": ["weight"]}, TypeError, ("ignored_params",)),
+        (model, {"ignored_params": weight}, TypeError, ("ignored_params",)),
+    ):
+        with pytest.raises(kind) as caught:
+            fully_shard(module, mesh=mesh_1d(), **options)
+        assert all(re.search(part, str(caught.value)) for part in parts), caught.value
+    assert model[0].weight is weight
+    fully_shard(model[0], mesh=mesh_1d(), mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy())
+    fully_shard(model, mesh=mesh_1d(), ignored_params=[model[2].bias])
+    for name in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"):
+        with pytest.raises(ParamStateError, match=rf"{name}\(\[Linear\]\).*not wrapped"):
+            getattr(model, name)([model[2]])
+        with pytest.raises(TypeError, match=rf"{name}\(HSDPLinear\).*list"):
+            getattr(model, name)(model[0])
+        getattr(model, name)([model[0]])
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"sparse": True}])
+@distributed(2)
+def test_tables_that_lookups_write_into_are_refused(kind: Any, option: dict[str, Any]) -> None:
+    model = nn.Sequential(kind(6, 3, **option))
+    with pytest.raises(ValueError, match=rf'"0.weight".*{next(iter(option))}=.*ignored_params'):
+        fully_shard(model, mesh=mesh_1d())
+    assert not isinstance(model, HSDPModule)
+    fully_shard(model, mesh=mesh_1d(), ignored_params={model[0].weight})
+    model(torch.tensor([[1, 2]])).sum().backward()

@@ -37,6 +37,7 @@ def fully_shard(
 ) -> Any:
     """See `hyper_parallel.fully_shard`."""
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    _check_types(modules, ignored_params)
     for each in modules:
         if "_hsdp_group" in each.__dict__:
             raise ValueError(f"fully_shard({type(each).__name__}): the module is wrapped already. Wrap it once.")
@@ -49,6 +50,7 @@ def fully_shard(
     shard_axis = mesh.axis_names[-1]
     params = _collect(modules, ignored_params, mesh)
     _check_placements(params, shard_placement_fn)
+    _check_embeddings(params)
     num_shards = mesh.size(shard_axis)
     reshards = _as_bool(reshard_after_forward, num_shards)
     units = _units(params, mesh, shard_axis, mp_policy)
@@ -67,6 +69,27 @@ def fully_shard(
     for each in modules:
         _mix_in(each, group)
     return module
+
+
+def _check_types(modules: Sequence[Any], ignored: Any) -> None:
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"fully_shard({type(each).__name__}): not a module. Pass an nn.Module, or a list of them.")
+    if isinstance(ignored, torch.Tensor) or not all(isinstance(p, torch.Tensor) for p in ignored):
+        raise TypeError("fully_shard(ignored_params=...): not a set of parameters. Pass {model.head.weight, ...}.")
+
+
+def _check_embeddings(params: Sequence[FlatParam]) -> None:
+    """Lookups that write into the table, and gradients that are not dense, do not reach the shards."""
+    for param in params:
+        for module, _ in param.sites:
+            for option in ("max_norm", "sparse"):
+                value = getattr(module, option, None)
+                if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and value:
+                    raise ValueError(
+                        f'fully_shard: "{param.name}" is the table of an {type(module).__name__}({option}={value}), '
+                        "which is not served. Leave the option out, or add the table to ignored_params."
+                    )
 
 
 def _is_cpu_offload(policy: Any) -> bool:
