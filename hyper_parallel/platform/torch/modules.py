@@ -16,6 +16,7 @@ from hyper_parallel.core.shard.sharding_plan import ShardingPlan, layout_for
 from hyper_parallel.platform.torch import full_state_dicts, implicit
 from hyper_parallel.platform.torch.dispatch import HANDLERS, Rule, ShardedOp, tensors_in
 from hyper_parallel.platform.torch.dtensor import TorchDTensor
+from hyper_parallel.platform.torch.graph_nodes import nodes_of
 from hyper_parallel.platform.torch.module_io import check_inputs, hook_io
 
 # `fully_shard` makes DTensors on its own. On import this would be too soon: see building.py.
@@ -115,6 +116,8 @@ def _hook_root(module: nn.Module, mesh: DeviceMesh) -> None:
 
     def after(_: nn.Module, args: Any, out: Any) -> None:
         implicit.pop()
+        if torch.is_grad_enabled():
+            implicit.watch(nodes_of(out), mesh)
 
     module.register_forward_pre_hook(before, prepend=True)
     module.register_forward_hook(after, always_call=True)

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.core.errors import ParamStateError
 from hyper_parallel.core.fully_shard.hsdp_state import GroupState, check_transition
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
-from hyper_parallel.platform.torch.dtensor import TorchDTensor, wrap
+from hyper_parallel.platform.torch.dtensor import wrap
 from hyper_parallel.platform.torch.fully_shard.checks import Inventory, check_lent, check_optimizers
 from hyper_parallel.platform.torch.fully_shard.context import RootContext
 from hyper_parallel.platform.torch.fully_shard.gradients import (
@@ -25,6 +25,7 @@ from hyper_parallel.platform.torch.fully_shard.gradients import (
     UnitReduction,
 )
 from hyper_parallel.platform.torch.fully_shard.unit import FlatUnit
+from hyper_parallel.platform.torch.graph_nodes import nodes_of
 from hyper_parallel.platform.torch.spec import spec_of
 
 
@@ -262,16 +263,9 @@ class ParamGroup:
             self.drop_unused()
 
     def _watch(self, out: Any, call: GroupCall) -> bool:
-        """Call `_pre_backward` before the first node of this forward's graph runs.
-
-        The hook sits on the node, not on the tensor, so changing the output in place does not lose it.
-        """
-        nodes = {}
-        for tensor in _tensors_in(out):
-            node = _node_of(tensor)
-            if node is not None:
-                nodes[id(node)] = node
-        for node in nodes.values():
+        """Call `_pre_backward` before the first node of this forward's graph runs."""
+        nodes = nodes_of(out)
+        for node in nodes:
             node.register_prehook(lambda grads: self._pre_backward(call))
         return bool(nodes)
 
@@ -498,22 +492,5 @@ def _put(sites: Sequence[tuple[nn.Module, str]], tensor: torch.Tensor) -> None:
             module._flat_weights = [module._parameters.get(n) for n in module._flat_weights_names]
 
 
-def _tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """All tensors in an output, also in dataclasses and other objects, to some depth."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):
-            yield from _tensors_in(list(vars(leaf).values()), depth - 1)
-
-
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x
-
-
-def _node_of(tensor: torch.Tensor) -> Any:
-    if isinstance(tensor, TorchDTensor):
-        if tensor._origin is not None:
-            return tensor._origin[0].grad_fn
-        return tensor._local.grad_fn
-    return tensor.grad_fn
