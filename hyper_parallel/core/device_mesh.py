@@ -121,7 +121,7 @@ class DeviceMesh:
 
     def __reduce__(self) -> tuple[Any, ...]:
         root = None if self.root is self else self.root
-        return DeviceMesh._make, (self.device_type, self.shape, self.axis_names, self.ranks, root)
+        return _rebuild, (self.device_type, self.shape, self.axis_names, self.ranks, root)
 
     def __copy__(self) -> DeviceMesh:
         return self
@@ -319,6 +319,10 @@ def init_device_mesh(
         )
     names = tuple(mesh_dim_names or (f"axis_{i}" for i in range(len(mesh_shape))))
     return DeviceMesh._make(device_type, tuple(mesh_shape), names, tuple(range(num_ranks)))
+
+
+def _rebuild(*values: Any) -> DeviceMesh:
+    return DeviceMesh._make(*values)
 
 
 def as_mesh(obj: Any) -> DeviceMesh:

@@ -134,10 +134,30 @@ class HSDPModule:
             group.drop_carried()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A class made at run time has no name to be found by: copies and pickles go by the class that was wrapped.
+        self._hsdp().check_sharded()
+        return _again, (type(self).__bases__[1],), self.__getstate__()
+
     def _each(self, recurse: bool, name: str, value: Any) -> None:
         groups = self._hsdp().groups_below() if recurse else [self._hsdp()]
         for group in groups:
             setattr(group, name, value)
+
+
+_wrapped_classes: dict[type, type] = {}
+
+
+def wrapped_class(kind: type) -> type:
+    """The class of wrapped modules of class `kind`."""
+    if kind not in _wrapped_classes:
+        made = type(f"HSDP{kind.__name__}", (HSDPModule, kind), {"__module__": kind.__module__})
+        _wrapped_classes[kind] = made
+    return _wrapped_classes[kind]
+
+
+def _again(kind: type) -> Any:
+    return object.__new__(wrapped_class(kind))
 
 
 def _groups_of(call: str, modules: Sequence[Any]) -> list[Any]:

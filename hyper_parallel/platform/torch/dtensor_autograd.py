@@ -190,6 +190,9 @@ class Differentiable(torch.Tensor):
     def data(self, value: Any) -> None:
         if not isinstance(value, Differentiable):
             raise OperandError("x.data = ...: x is a DTensor, the value a plain tensor. Assign a DTensor.")
+        if value.shape == self.shape and value._spec.layout.mesh == self._spec.layout.mesh:
+            # Whatever the values come from, the tensor goes on lying as it did.
+            value = value.redistribute(layout=self._grad_spec().layout)
         self._local.data = value._local
         self._spec, self._origin, self._memo, self._grad_wrapper = value._spec, None, None, None
 

@@ -299,3 +299,25 @@ def test_tables_that_lookups_write_into_are_refused(kind: Any, option: dict[str,
     assert not isinstance(model, HSDPModule)
     fully_shard(model, mesh=mesh_1d(), ignored_params={model[0].weight})
     model(torch.tensor([[1, 2]])).sum().backward()
+
+
+@distributed(2)
+def test_a_submodule_that_two_wrapped_modules_hold_is_refused_with_the_way_out() -> None:
+    shared = nn.Linear(4, 4)
+    pair = [nn.Sequential(shared), nn.Sequential(shared)]
+    fully_shard(pair[0], mesh=mesh_1d())
+    with pytest.raises(ValueError, match=r'"0.weight".*another wrapped module.*shared submodule first'):
+        fully_shard(pair[1], mesh=mesh_1d())
+    assert not isinstance(pair[1], HSDPModule)
+
+
+@distributed(2)
+def test_the_way_out_for_shared_submodules_works() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Sequential(shared := nn.Linear(4, 4)), nn.Tanh(), nn.Sequential(shared, nn.Linear(4, 4)))
+    model = copy.deepcopy(plain)
+    for module in (model[0][0], model[0], model[2], model):
+        fully_shard(module, mesh=mesh_1d())
+    for module in (model, plain):
+        module(X).sum().backward()
+    assert_same(full_grads(model), full_grads(plain))

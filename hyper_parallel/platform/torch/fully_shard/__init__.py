@@ -11,7 +11,7 @@ from torch import nn
 
 from hyper_parallel.core.device_mesh import DeviceMesh, as_mesh, init_device_mesh
 from hyper_parallel.core.errors import MeshError
-from hyper_parallel.core.fully_shard.api import HSDPModule
+from hyper_parallel.core.fully_shard.api import wrapped_class
 from hyper_parallel.core.fully_shard.group_plan import PlacedParam
 from hyper_parallel.core.fully_shard.policy import (
     CPUOffloadPolicy,
@@ -172,6 +172,11 @@ def _flat_param(name: str, module: nn.Module, key: str, tensor: nn.Parameter, me
             f'fully_shard: parameter "{name}" has no dims and cannot be cut. Give it shape (1,), or add it to '
             "ignored_params."
         )
+    if isinstance(tensor, TorchDTensor) and hasattr(tensor._local, "reduced_hooks"):
+        raise ValueError(
+            f'fully_shard: parameter "{name}" is in a submodule that another wrapped module holds too, and has sharded '
+            "already. Wrap the shared submodule first, by itself, or both modules as one group, fully_shard([a, b])."
+        )
     layout = tensor.layout if isinstance(tensor, TorchDTensor) else None
     if layout is None:
         shape = full_shape = tuple(tensor.shape)
@@ -276,8 +281,7 @@ def _joined_mesh(param: FlatParam, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _mix_in(module: nn.Module, group: ParamGroup) -> None:
-    kind = type(module)
-    module.__class__ = type(f"HSDP{kind.__name__}", (HSDPModule, kind), {"__module__": kind.__module__})
+    module.__class__ = wrapped_class(type(module))
     module.__dict__["_hsdp_group"] = group
     module.register_forward_pre_hook(group.pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(group.post_forward, always_call=True)

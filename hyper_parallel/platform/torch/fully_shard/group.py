@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.core.errors import ParamStateError
 from hyper_parallel.core.fully_shard.hsdp_state import GroupState, check_transition
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
 from hyper_parallel.platform.torch.dtensor import wrap
+from hyper_parallel.platform.torch.fully_shard.casting import cast_all
 from hyper_parallel.platform.torch.fully_shard.checks import Inventory, check_lent, check_optimizers
 from hyper_parallel.platform.torch.fully_shard.context import RootContext
 from hyper_parallel.platform.torch.fully_shard.gradients import (
@@ -187,7 +187,7 @@ class ParamGroup:
         self._depth += 1
         dtype = self.mp_policy.param_dtype
         if dtype is not None and self.mp_policy.cast_forward_inputs:
-            args, kwargs = tree_map_only(torch.Tensor, lambda x: _cast(x, dtype), (args, kwargs))
+            args, kwargs = cast_all((args, kwargs), dtype)
         return args, kwargs
 
     def _check_shown(self) -> None:
@@ -227,7 +227,7 @@ class ParamGroup:
         call = self._call
         dtype = self.mp_policy.output_dtype
         if dtype is not None and out is not None:
-            out = tree_map_only(torch.Tensor, lambda x: _cast(x, dtype), out)
+            out = cast_all(out, dtype)
         has_raised = out is None and sys.exc_info()[1] is not None
         is_recorded = call is not None and torch.is_grad_enabled() and not has_raised
         is_watched = is_recorded and self._watch(out, call)  # type: ignore[arg-type]
@@ -423,6 +423,13 @@ class ParamGroup:
         self._show()
         self.drop_unused()
 
+    def check_sharded(self) -> None:
+        """Refuse to copy a module that has gathered parameters in place of its own."""
+        if self._shown is not None:
+            raise ParamStateError(
+                f"copy of {self.name}: its parameters are gathered. Call reshard() first, and copy outside of forward."
+            )
+
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """A state dict shows sharded parameters, also between `unshard` and `reshard`."""
         self._manual = None
@@ -465,6 +472,8 @@ class ParamGroup:
         for name in ("_lock", "_context", "_call", "_manual", "_shown", "_inventory"):
             state[name] = None
         state["_active"] = []
+        # Units leave their full buffers behind.
+        state["state"] = GroupState.SHARDED
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -490,7 +499,3 @@ def _put(sites: Sequence[tuple[nn.Module, str]], tensor: torch.Tensor) -> None:
         if isinstance(module, nn.RNNBase):
             # RNNs keep a second list of their weights.
             module._flat_weights = [module._parameters.get(n) for n in module._flat_weights_names]
-
-
-def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x

@@ -29,6 +29,10 @@ from hyper_parallel.platform.torch.fully_shard.transfer import Transfer, gather_
 from hyper_parallel.platform.torch.spec import spec_of
 
 
+def _nothing() -> None:
+    return None
+
+
 @dataclass(eq=False)
 class FlatParam:
     """One parameter of a unit.
@@ -57,13 +61,16 @@ class FlatParam:
     strides: tuple[int, ...] = field(init=False)
 
     address: int = field(init=False, default=0)
-    original: Callable[[], Any] = field(init=False, default=lambda: None)
+    original: Callable[[], Any] = field(init=False, default=_nothing)
 
     def __post_init__(self) -> None:
         inner = self.full_shape[1:]
         steps = [math.prod(inner[i + 1 :]) for i in range(len(inner))]
         # The row stride is that of the largest tensor-parallel rank, so that all ranks cut at the same rows.
         self.strides = (self.planned_shape[1], *steps)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "original": _nothing}
 
     def hold(self, leaf: torch.Tensor, hooks: ReducedHooks) -> None:
         """Make `leaf` the local tensor."""
@@ -116,6 +123,9 @@ class FlatUnit:
         with torch.no_grad():
             for i, param in enumerate(params):
                 self._take(i, param, layouts[i])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_full": None, "_transfer": None, "_gathered_version": -1}
 
     @property
     def gather_is_alias(self) -> bool:
