@@ -121,7 +121,7 @@ class DeviceMesh:
 
     def __reduce__(self) -> tuple[Any, ...]:
         root = None if self.root is self else self.root
-        return DeviceMesh._make, (self.device_type, self.shape, self.axis_names, self.ranks, root)
+        return _rebuild, (self.device_type, self.shape, self.axis_names, self.ranks, root)
 
     def __copy__(self) -> DeviceMesh:
         return self
@@ -334,6 +334,10 @@ def release_unused_groups() -> int:
     since they refer to meshes.
     """
     return get_platform().release_unused_groups()
+
+
+def _rebuild(*values: Any) -> DeviceMesh:
+    return DeviceMesh._make(*values)
 
 
 def as_mesh(obj: Any) -> DeviceMesh:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.errors import ParamStateError
+from hyper_parallel.core.fully_shard.checks import check_arguments, check_factor
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.protocols import platform_of
 
@@ -44,13 +45,21 @@ def fully_shard(
     Raises:
         MeshError: the mesh does not contain this rank, or is not joined with that of tensor-parallel parameters.
         ValueError: an option that is not served, or a parameter that cannot be sharded; names it.
+        TypeError: an argument of a wrong type; names it.
 
     Communication: none (parameters are taken as they are on each rank; load or initialise them alike).
     Memory: the shard of each parameter; the full ones are freed.
     """
-    first = module[0] if isinstance(module, (list, tuple)) else module
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    check_arguments(
+        modules,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+    )
     return (
-        platform_of(first)
+        platform_of(modules[0])
         .modules()
         .fully_shard(
             module,
@@ -59,7 +68,7 @@ def fully_shard(
             shard_placement_fn=shard_placement_fn,
             mp_policy=mp_policy or MixedPrecisionPolicy(),
             offload_policy=offload_policy or OffloadPolicy(),
-            ignored_params=ignored_params or set(),
+            ignored_params=set() if ignored_params is None else ignored_params,
         )
     )
 
@@ -104,8 +113,8 @@ class HSDPModule:
         self._each(recurse, "reshard_after_backward", reshard_after_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by `factor` instead of by the number of ranks."""
-        self._hsdp().divide_factor = factor
+        """Divide summed gradients by `factor`, a number above 0, instead of by the number of ranks."""
+        self._hsdp().divide_factor = check_factor(factor)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last of several: if not, pending reductions may stay in flight."""
@@ -113,13 +122,50 @@ class HSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
         """Modules to gather while this one's forward runs, instead of the one that came next last time."""
-        self._hsdp().forward_prefetch = [m._hsdp() for m in modules]
+        self._hsdp().forward_prefetch = _groups_of("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
         """Modules to gather while this one's backward runs, instead of the one before it in forward."""
-        self._hsdp().backward_prefetch = [m._hsdp() for m in modules]
+        self._hsdp().backward_prefetch = _groups_of("set_modules_to_backward_prefetch", modules)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As PyTorch's; drops what `set_requires_gradient_sync(False)` holds back too, which an optimizer cannot."""
+        for group in self._hsdp().groups_below():
+            group.drop_carried()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A class made at run time has no name to be found by: copies and pickles go by the class that was wrapped.
+        self._hsdp().check_sharded()
+        return _again, (type(self).__bases__[1],), self.__getstate__()
 
     def _each(self, recurse: bool, name: str, value: Any) -> None:
         groups = self._hsdp().groups_below() if recurse else [self._hsdp()]
         for group in groups:
             setattr(group, name, value)
+
+
+_wrapped_classes: dict[type, type] = {}
+
+
+def wrapped_class(kind: type) -> type:
+    """The class of wrapped modules of class `kind`."""
+    if kind not in _wrapped_classes:
+        made = type(f"HSDP{kind.__name__}", (HSDPModule, kind), {"__module__": kind.__module__})
+        _wrapped_classes[kind] = made
+    return _wrapped_classes[kind]
+
+
+def _again(kind: type) -> Any:
+    return object.__new__(wrapped_class(kind))
+
+
+def _groups_of(call: str, modules: Sequence[Any]) -> list[Any]:
+    if not isinstance(modules, (list, tuple)):
+        raise TypeError(f"{call}({type(modules).__name__}): not a list. Pass a list of wrapped modules.")
+    for module in modules:
+        if not isinstance(module, HSDPModule):
+            raise ParamStateError(
+                f"{call}([{type(module).__name__}]): it is not wrapped. Call fully_shard on it first."
+            )
+    return [module._hsdp() for module in modules]

@@ -18,13 +18,14 @@ class ForwardOrder(Generic[Group]):
     def __init__(self) -> None:
         self.last: list[Group] = []
         self.current: list[Group] = []
+        self.left: list[Group] = []
         self._follows = True
 
     def begin(self) -> None:
         """A new root forward begins."""
         if self.current:
             self.last = self.current
-        self.current = []
+        self.current, self.left = [], []
         self._follows = True
 
     def enter(self, group: Group) -> Group | None:
@@ -36,9 +37,13 @@ class ForwardOrder(Generic[Group]):
             return self.last[at + 1]
         return None
 
+    def leave(self, group: Group) -> None:
+        """Forward is through with `group`."""
+        self.left.append(group)
+
     def before(self, group: Group) -> Group | None:
-        """The group that forward entered before `group`: backward needs it next."""
-        for at in range(len(self.current) - 1, 0, -1):
-            if self.current[at] == group:
-                return next((g for g in reversed(self.current[:at]) if g != group), None)
+        """The group that forward left before `group`: backward needs it next. An outer one is left after its inner."""
+        for at in range(len(self.left) - 1, 0, -1):
+            if self.left[at] == group:
+                return next((g for g in reversed(self.left[:at]) if g != group), None)
         return None

@@ -29,11 +29,19 @@ def shard_module(module: Any, mesh: Any, plan: ShardingPlan, *, src_data_rank: i
         `module`.
 
     Raises:
-        LayoutError: an entry that does not fit its tensor, or that matches nothing in the model.
+        LayoutError: an entry that does not fit its tensor, that matches nothing in the model, or that gives a parameter
+            another layout than an earlier call did.
+        ParamStateError: a module inside is wrapped by `fully_shard`, which comes second.
+        TypeError: `plan` is no plan.
 
     Communication: one broadcast per parameter and buffer, none with `src_data_rank=None`.
     Memory: each rank keeps its part; the full parameters are freed.
     """
+    if not isinstance(plan, ShardingPlan):
+        raise TypeError(
+            f"shard_module(plan={plan!r}): it is a {type(plan).__name__}. Pass a ShardingPlan, such as "
+            'ShardingPlan(modules={"up": column_parallel("tp")}).'
+        )
     return platform_of(module).modules().shard_module(module, as_mesh(mesh), plan, src_data_rank=src_data_rank)
 
 

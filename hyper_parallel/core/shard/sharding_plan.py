@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import EllipsisType
@@ -101,6 +101,19 @@ class ShardingPlan:
         keys = [(k, modules) for k in (*self.modules, *self.inputs, *self.outputs)]
         keys += [(k, parameters) for k in self.parameters]
         return [key for key, names in keys if not any(fnmatchcase(name, key) for name in names)]
+
+    def misspelt(self, parameters: Mapping[str, Collection[str]]) -> list[str]:
+        """Names in styles that no module of the style has, as `module.name`; `bias` may be missing.
+
+        Args:
+            parameters: Module name -> names of its own parameters.
+        """
+        out = []
+        for pattern, style in self.modules.items():
+            held = [names for module, names in parameters.items() if fnmatchcase(module, pattern)]
+            unknown = (key for key in style.parameters if not any(key in names for names in held))
+            out += [f"{pattern}.{key}" for key in unknown if held and key != "bias"]
+        return out
 
 
 def layout_for(spec: Any, mesh: DeviceMesh, ndim: int, what: str) -> Layout:

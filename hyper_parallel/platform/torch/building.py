@@ -11,8 +11,12 @@ import torch
 from hyper_parallel.core.dtensor import global_shape_of
 from hyper_parallel.core.errors import OperandError, PartialError, UnevenError
 from hyper_parallel.core.layout import Layout, as_layout
+from hyper_parallel.platform.torch import full_state_dicts
 from hyper_parallel.platform.torch.dtensor import TorchDTensor, wrap
 from hyper_parallel.platform.torch.spec import piece, spec_of
+
+# When the first DTensor is made, not on import: it loads torch.distributed.tensor (0.5 s), as optimizers do.
+full_state_dicts.install()
 
 
 def from_local(

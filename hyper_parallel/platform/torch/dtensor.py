@@ -12,11 +12,12 @@ import torch
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
 
+from hyper_parallel.core import device_mesh, layout
 from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor import DTensor
 from hyper_parallel.core.errors import LayoutError, OperandError, UnevenError
 from hyper_parallel.core.layout import Layout, as_layout
-from hyper_parallel.core.placement_types import Placement
+from hyper_parallel.core.placement_types import Placement, ReduceOp
 from hyper_parallel.platform.torch.autograd import PLAIN, Manner, anchor, manner_of, move, transfer
 from hyper_parallel.platform.torch.dtensor_autograd import Differentiable
 from hyper_parallel.platform.torch.spec import Spec, check_pending, spec_of
@@ -452,3 +453,6 @@ def _rebuild(
 for _types in (_types_of_optimizers, _types_of_clipping):
     if TorchDTensor not in _types:
         _types.append(TorchDTensor)
+
+# What `__reduce_ex__` writes, so that `torch.load` takes it with `weights_only=True`: values only, no code.
+torch.serialization.add_safe_globals([_rebuild, device_mesh._rebuild, layout._rebuild, ReduceOp])

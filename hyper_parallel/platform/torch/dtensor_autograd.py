@@ -26,11 +26,13 @@ class ReducedHooks:
     Attributes:
         before: Called with the gradient of one backward, may return another.
         after: Called with the leaf once the gradient is accumulated.
+        data_reads: How often `.data` was read, which counts as a write in the leaf's version.
     """
 
     def __init__(self) -> None:
         self.before: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] = OrderedDict()
         self.after: dict[int, Callable[[torch.Tensor], None]] = OrderedDict()
+        self.data_reads = 0
 
     def add(self, when: str, hook: Callable[[torch.Tensor], Any]) -> RemovableHandle:
         """Add a hook to `before` or `after`."""
@@ -181,8 +183,10 @@ class Differentiable(torch.Tensor):
     @property
     def data(self) -> Any:
         """The same values outside of the graph."""
-        if getattr(self._local, "reduced_hooks", None) is not None:
+        reduced = getattr(self._local, "reduced_hooks", None)
+        if reduced is not None:
             # `fully_shard` gathers anew what was changed, which a write through `.data` would not show.
+            reduced.data_reads += 1
             torch.autograd.graph.increment_version(self._local)
         return self._alias(self._local.data)
 
@@ -190,6 +194,9 @@ class Differentiable(torch.Tensor):
     def data(self, value: Any) -> None:
         if not isinstance(value, Differentiable):
             raise OperandError("x.data = ...: x is a DTensor, the value a plain tensor. Assign a DTensor.")
+        if value.shape == self.shape and value._spec.layout.mesh == self._spec.layout.mesh:
+            # Whatever the values come from, the tensor goes on lying as it did.
+            value = value.redistribute(layout=self._grad_spec().layout)
         self._local.data = value._local
         self._spec = value._spec
         self._origin = self._memo = self._grad_wrapper = self._full = None

@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from hyper_parallel.core.device_mesh import DeviceMesh
-from hyper_parallel.core.errors import LayoutError
+from hyper_parallel.core.errors import LayoutError, ParamStateError
 from hyper_parallel.core.layout import Layout, as_layout
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan, layout_for
-from hyper_parallel.platform.torch import implicit
+from hyper_parallel.platform.torch import full_state_dicts, implicit
 from hyper_parallel.platform.torch.dispatch import HANDLERS, Rule, ShardedOp, tensors_in
-from hyper_parallel.platform.torch.dtensor import TorchDTensor, wrap
-from hyper_parallel.platform.torch.spec import spec_of
+from hyper_parallel.platform.torch.dtensor import TorchDTensor
+from hyper_parallel.platform.torch.graph_nodes import nodes_of
+from hyper_parallel.platform.torch.module_io import check_inputs, hook_io
+
+# `fully_shard` makes DTensors on its own. On import this would be too soon: see building.py.
+full_state_dicts.install()
 
 
 def shard_module(
@@ -24,12 +28,7 @@ def shard_module(
 ) -> nn.Module:
     """See `hyper_parallel.shard_module`."""
     modules = dict(module.named_modules(remove_duplicate=False))
-    unmatched = plan.unmatched(list(modules), [n for n, _ in module.named_parameters(remove_duplicate=False)])
-    if unmatched:
-        raise LayoutError(
-            f"shard_module of {type(module).__name__}: the plan's {unmatched[0]!r} matches nothing in it. "
-            "Correct the name, or remove the entry."
-        )
+    _check_plan(module, modules, plan)
     layouts = _parameter_layouts(modules, mesh, plan)
     made: dict[int, Any] = {}
     for name, child in modules.items():
@@ -41,9 +40,26 @@ def shard_module(
                     layout = layouts.get(id(tensor)) or as_layout(None, mesh, tensor.dim())
                     made[id(tensor)] = _spread(tensor, layout, src_data_rank)
                 kind[key] = made[id(tensor)]
-        _hook_io(child, name, mesh, plan)
+        hook_io(child, name, mesh, plan.style_of(name))
+        child.register_load_state_dict_pre_hook(_before_load)
     _hook_root(module, mesh)
     return module
+
+
+def _check_plan(module: nn.Module, modules: dict[str, nn.Module], plan: ShardingPlan) -> None:
+    """Refuse a plan that does not fit the model, before anything changes."""
+    what = f"shard_module of {type(module).__name__}"
+    wrapped = next((type(child).__name__ for child in modules.values() if "_hsdp_group" in child.__dict__), None)
+    if wrapped is not None:
+        raise ParamStateError(f"{what}: {wrapped} is wrapped by fully_shard already. Call shard_module first.")
+    unmatched = plan.unmatched(list(modules), [n for n, _ in module.named_parameters(remove_duplicate=False)])
+    unmatched += plan.misspelt({name: child._parameters.keys() for name, child in modules.items()})
+    if unmatched:
+        raise LayoutError(
+            f"{what}: the plan's {unmatched[0]!r} matches nothing in it. Correct the name, or remove the entry."
+        )
+    for name, child in modules.items():
+        check_inputs(child, name, plan.style_of(name))
 
 
 def _parameter_layouts(modules: dict[str, nn.Module], mesh: DeviceMesh, plan: ShardingPlan) -> dict[int, Layout]:
@@ -57,6 +73,11 @@ def _parameter_layouts(modules: dict[str, nn.Module], mesh: DeviceMesh, plan: Sh
                 continue
             full = f"{module}.{name}" if module else name
             layout = layout_for(spec, mesh, tensor.dim(), f'parameter "{full}"')  # type: ignore[union-attr]
+            if isinstance(tensor, TorchDTensor) and tensor.layout is not layout:
+                raise LayoutError(
+                    f'parameter "{full}": the plan gives it {layout} on mesh {mesh}, it lies {tensor.layout} on mesh '
+                    f"{tensor.device_mesh} already. Put all of it in one plan, and call shard_module once."
+                )
             if out.setdefault(id(tensor), layout) is not layout:
                 raise LayoutError(
                     f'parameter "{full}": the plan gives it {layout}, but {out[id(tensor)]} as "{named[id(tensor)]}", '
@@ -73,47 +94,20 @@ def _spread(tensor: torch.Tensor, layout: Layout, src_data_rank: int | None) -> 
     return out
 
 
-def _hook_io(child: nn.Module, name: str, mesh: DeviceMesh, plan: ShardingPlan) -> None:
-    style = plan.style_of(name)
-    if style.inputs is not None:
+def _before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """With `assign=True` tensors are put in place as they are: they shall lie as those whose place they take.
 
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            specs = style.inputs
-            if isinstance(specs, Mapping):
-                specs = [*(None for _ in args), *(specs.get(key) for key in kwargs)]
-            arranged = _arrange((*args, *kwargs.values()), specs, mesh, f'input of "{name}"')
-            return tuple(arranged[: len(args)]), dict(zip(kwargs, arranged[len(args) :], strict=True))
-
-        child.register_forward_pre_hook(before, with_kwargs=True)
-    if style.outputs is not None:
-
-        def after(_: nn.Module, args: Any, out: Any) -> Any:
-            what, specs = f'output of "{name}"', style.outputs
-            if isinstance(out, torch.Tensor):
-                return _arrange((out,), specs, mesh, what)[0]
-            if isinstance(out, Mapping):
-                if isinstance(specs, Mapping):
-                    specs = [specs.get(key) for key in out]
-                return type(out)(**dict(zip(out, _arrange(out.values(), specs, mesh, what), strict=True)))
-            arranged = _arrange(out, specs, mesh, what)
-            return type(out)(*arranged) if hasattr(out, "_fields") else type(out)(arranged)
-
-        child.register_forward_hook(after)
-
-
-def _arrange(values: Iterable[Any], specs: Any, mesh: DeviceMesh, what: str) -> list[Any]:
-    """Tensors redistributed as the plan says: a list has one entry per value, anything else is for the first tensor."""
-    out = list(values)
-    if not isinstance(specs, list):
-        first = next((i for i, v in enumerate(out) if isinstance(v, torch.Tensor)), None)
-        specs = [specs if i == first else None for i in range(len(out))]
-    for i, (value, spec) in enumerate(zip(out, specs, strict=False)):
-        if spec is None or not isinstance(value, torch.Tensor):
-            continue
-        if not isinstance(value, TorchDTensor):
-            value = wrap(value, spec_of(as_layout(None, mesh, value.dim()), value.shape))
-        out[i] = value.redistribute(layout=layout_for(spec, mesh, value.ndim, what))
-    return out
+    Plain ones are taken to be alike on all ranks, as without `assign`.
+    """
+    if not metadata.get("assign_to_params_buffers", False):
+        return
+    for key, own in (*module._parameters.items(), *module._buffers.items()):
+        given = state.get(prefix + key)
+        if isinstance(own, TorchDTensor) and isinstance(given, torch.Tensor) and given.shape == own.shape:
+            if isinstance(given, TorchDTensor):
+                state[prefix + key] = given.redistribute(layout=own.layout)
+            else:
+                state[prefix + key] = TorchDTensor._distribute(given.detach(), None, own.layout, None)
 
 
 def _hook_root(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -122,6 +116,8 @@ def _hook_root(module: nn.Module, mesh: DeviceMesh) -> None:
 
     def after(_: nn.Module, args: Any, out: Any) -> None:
         implicit.pop()
+        if torch.is_grad_enabled():
+            implicit.watch(nodes_of(out), mesh)
 
     module.register_forward_pre_hook(before, prepend=True)
     module.register_forward_hook(after, always_call=True)

@@ -118,3 +118,17 @@ def test_plans_are_values() -> None:
     assert make() == make()
     with pytest.raises(AttributeError):
         make().modules = {}  # type: ignore[misc]
+
+
+def test_misspelt_parameters_of_styles() -> None:
+    plan = ShardingPlan(
+        modules={
+            "layers.*.up": Style({"wieght": ("tp", None), "bias": ("tp",)}),
+            "layers.*.down": Style({"weight": (None, "tp"), "inner.weight": ("tp",), "extra": ("tp",)}),
+            "absent": Style({"weight": ("tp",)}),
+        }
+    )
+    held = {"layers.0.up": ["weight"], "layers.0.down": ["weight", "bias"], "layers.1.down": ["weight", "extra"]}
+    assert plan.misspelt(held) == ["layers.*.up.wieght", "layers.*.down.inner.weight"]
+    # Linears without a bias are split like those with one.
+    assert ShardingPlan(modules={"layers.*": column_parallel()}).misspelt(held) == []

@@ -97,6 +97,37 @@ def test_checkpointing_around_a_sharded_module(use_reentrant: bool) -> None:
         close(whole(a.grad), b.grad)
 
 
+class Again(Mlp):
+    """Runs its inside, where plain tensors are made, again in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False) * torch.ones(4)
+
+
+def make_again() -> Again:
+    torch.manual_seed(1)
+    return Again()
+
+
+@distributed(world_size=2)
+def test_plain_tensors_count_as_copies_where_backward_runs_the_module_again() -> None:
+    plain, model = make_again(), shard_module(make_again(), mesh_of(), PLAN)
+    for module in (plain, model):
+        for _ in range(2):
+            module(noise(3, 4)).pow(2).sum().backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        close(whole(a.grad), b.grad)
+
+
+@distributed(world_size=2)
+def test_in_other_backward_passes_they_do_not() -> None:
+    model = shard_module(make_mlp(), mesh_of(), PLAN)
+    model(noise(3, 4)).sum().backward()
+    x = lay(noise(4), mesh_of().layout("a")).requires_grad_()
+    x.register_hook(lambda grad: grad * torch.ones(4))
+    assert "distribute_tensor" in error_of(lambda: (x * 2).sum().backward(), OperandError)
+
+
 @distributed(world_size=2)
 def test_tied_parameters_stay_tied() -> None:
     mesh = mesh_of()

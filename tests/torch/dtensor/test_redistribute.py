@@ -398,7 +398,7 @@ def test_ten_thousand_shapes_leave_memory_flat() -> None:
 
 @distributed(1)
 def test_limits_are_kept_and_wrong_ones_refused() -> None:
-    with pytest.raises(CacheError, match=r"'plan', ...\): no cache .* Use one of: plans, resolved ops"):
+    with pytest.raises(CacheError, match=r"'plan', ...\): no cache .* Use one of: plans, reshape plans, resolved ops"):
         set_cache_limit("plan", 3)
     with pytest.raises(CacheError, match="process groups"):
         set_cache_limit("process groups", 3)

@@ -140,3 +140,9 @@ def mean_over_ranks(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         dist.all_reduce(total)
         out.append(total / dist.get_world_size())
     return out
+
+
+def mean_grads(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Means over ranks of the gradients of a model that is not sharded, without parameters that have none."""
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return dict(zip(grads, mean_over_ranks(grads.values()), strict=True))

@@ -24,6 +24,7 @@ from tests.torch.fully_shard.support import (
     assert_sharded,
     full,
     full_grads,
+    mean_grads,
     mean_over_ranks,
     mesh_1d,
     mesh_2d,
@@ -124,9 +125,7 @@ def plain_grads(model: nn.Module, inputs: list[torch.Tensor], factor: float = 1.
     model = copy.deepcopy(model)
     for x in inputs:
         (model(x).sum() * factor).backward()
-    names = [name for name, p in model.named_parameters() if p.grad is not None]
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    return dict(zip(names, mean_over_ranks(grads), strict=True))
+    return mean_grads(model)
 
 
 @distributed(2)
@@ -226,8 +225,9 @@ def test_f08_a_branch_that_only_some_ranks_take_counts_as_zero_on_the_others() -
     x = rank_input(3, 4)
     plain = copy.deepcopy(model)
     plain(x).sum().backward()
-    zeros = [torch.zeros_like(p) if p.grad is None else p.grad for p in plain.parameters()]
-    expected = dict(zip([n for n, _ in plain.named_parameters()], mean_over_ranks(zeros), strict=True))
+    for p in plain.parameters():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    expected = mean_grads(plain)
     fully_shard(model, mesh=mesh_1d())
     model(x).sum().backward()
     assert_same(full_grads(model), expected)
@@ -303,8 +303,7 @@ def test_f11_two_forwards_with_checkpoint_and_nested_wraps() -> None:
     inputs = [rank_input(5, 6, seed=s).requires_grad_() for s in (1, 2)]
     plain = checkpointed_net("both", False, sharded=False)
     (plain(inputs[0]) - plain(inputs[1])).sum().backward()
-    names = [n for n, _ in plain.named_parameters()]
-    expected = dict(zip(names, mean_over_ranks(p.grad for p in plain.parameters()), strict=True))
+    expected = mean_grads(plain)
     model = checkpointed_net("both", False, sharded=True)
     (model(inputs[0]) - model(inputs[1])).sum().backward()
     assert_same(full_grads(model), expected)
@@ -328,8 +327,7 @@ def test_f15_the_output_is_changed_after_the_module(kind: str) -> None:
 
     plain = copy.deepcopy(model)
     loss_of(plain).backward()
-    names = [n for n, _ in plain.named_parameters()]
-    expected = dict(zip(names, mean_over_ranks(p.grad for p in plain.parameters()), strict=True))
+    expected = mean_grads(plain)
     for layer in model:
         fully_shard(layer, mesh=mesh_1d())
     fully_shard(model, mesh=mesh_1d(), reshard_after_forward=True)
@@ -412,21 +410,13 @@ def test_f23_backward_through_a_part_of_the_model() -> None:
         plain(x, (0, 1, 2, 3))[1].sum().backward()
         model(x, (0, 1, 2, 3))[1].sum().backward()
         assert_sharded(model)
-    expected = dict(
-        zip(
-            [n for n, p in plain.named_parameters() if p.grad is not None],
-            mean_over_ranks(p.grad for p in plain.parameters() if p.grad is not None),
-            strict=True,
-        )
-    )
-    assert_same(full_grads(model), expected)
+    assert_same(full_grads(model), mean_grads(plain))
 
 
 @distributed(2)
 def test_f23_interleaved_micro_batches_with_last_backward() -> None:
     inputs = [rank_input(3, 4, seed=s) for s in (1, 2)]
     plain, model = four_blocks(False), four_blocks(True)
-    names = [n for n, _ in plain.named_parameters()]
     for _ in range(2):
         for module in (plain, model):
             module.zero_grad()
@@ -435,8 +425,7 @@ def test_f23_interleaved_micro_batches_with_last_backward() -> None:
                 if module is model:
                     model.set_is_last_backward(i == 1)
                 loss.backward()
-        expected = dict(zip(names, mean_over_ranks(p.grad for p in plain.parameters()), strict=True))
-        assert_same(full_grads(model), expected)
+        assert_same(full_grads(model), mean_grads(plain))
         assert_sharded(model)
 
 
@@ -448,9 +437,7 @@ def test_f37_the_order_of_blocks_changes_between_steps() -> None:
         for module in (plain, model):
             module.zero_grad()
             module(x, order)[-1].sum().backward()
-        used = [(n, p.grad) for n, p in plain.named_parameters() if p.grad is not None]
-        expected = dict(zip([n for n, _ in used], mean_over_ranks(g for _, g in used), strict=True))
-        assert_same(full_grads(model), expected)
+        assert_same(full_grads(model), mean_grads(plain))
         assert_sharded(model)
 
 
@@ -463,8 +450,7 @@ def test_explicit_prefetch_lists() -> None:
     blocks[3].set_modules_to_backward_prefetch([blocks[2], blocks[1]])
     plain(x, (0, 1, 2, 3))[-1].sum().backward()
     model(x, (0, 1, 2, 3))[-1].sum().backward()
-    names = [n for n, _ in plain.named_parameters()]
-    assert_same(full_grads(model), dict(zip(names, mean_over_ranks(p.grad for p in plain.parameters()), strict=True)))
+    assert_same(full_grads(model), mean_grads(plain))
     assert_sharded(model)
 
 
@@ -606,8 +592,7 @@ def test_an_lstm_keeps_its_second_list_of_weights_in_step() -> None:
     x = rank_input(4, 2, 5)
     plain = copy.deepcopy(model)
     plain(x)[0].sum().backward()
-    names = [n for n, _ in plain.named_parameters()]
-    expected = dict(zip(names, mean_over_ranks(p.grad for p in plain.parameters()), strict=True))
+    expected = mean_grads(plain)
     fully_shard(model, mesh=mesh_1d(), reshard_after_forward=True)
     out, _ = model(x)
     torch.testing.assert_close(out, plain(x)[0])
@@ -791,15 +776,13 @@ def check_left_out_of_the_last_backward(mesh: Any, switch: str) -> None:
     model, plain = MaybeB(), MaybeB()
     for module in (model.a, model.b, model):
         fully_shard(module, mesh=mesh)
-    names = [name for name, _ in plain.named_parameters()]
     for _ in range(2):
         for micro, uses_b in enumerate((True, False)):
             x = rank_input(3, 4, seed=micro)
             getattr(model, switch)(micro == 1)
             for module in (model, plain):
                 module(x, uses_b).square().sum().backward()
-        expected = dict(zip(names, mean_over_ranks(p.grad for p in plain.parameters()), strict=True))
-        assert_same(full_grads(model), expected)
+        assert_same(full_grads(model), mean_grads(plain))
         model.zero_grad()
         plain.zero_grad()
     assert_sharded(model)
@@ -831,8 +814,7 @@ def test_f06_held_back_gradients_of_what_was_frozen_meanwhile_do_not_come_back()
     model.a.requires_grad_(True)
     for module in (model, plain):
         module(x, True).sum().backward()
-    names = [name for name, _ in plain.named_parameters()]
-    assert_same(full_grads(model), dict(zip(names, mean_over_ranks(p.grad for p in plain.parameters()), strict=True)))
+    assert_same(full_grads(model), mean_grads(plain))
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -80,8 +81,8 @@ class Scale(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @distributed(2)
-def test_f17_sums_keep_what_bf16_would_lose(dtype: torch.dtype) -> None:
-    """Rank 0 has 1, rank 1 has 2**-9: their bf16 sum is 1."""
+def test_f17_sums_keep_what_BF16_would_lose(dtype: torch.dtype) -> None:
+    """Rank 0 has 1, rank 1 has 2**-9: their BF16 sum is 1."""
     model = Scale()
     fully_shard(model, mesh=mesh_1d(), mp_policy=BF16_SUM_FP32)
     x = torch.full((8,), 1.0 if dist.get_rank() == 0 else 2.0**-9)
@@ -104,7 +105,7 @@ def test_f17_frozen_in_the_first_forward_then_trained() -> None:
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
 @distributed(4)
-def test_sums_over_four_ranks_keep_what_bf16_would_lose(mesh_shape: tuple[int, ...]) -> None:
+def test_sums_over_four_ranks_keep_what_BF16_would_lose(mesh_shape: tuple[int, ...]) -> None:
     model = Scale()
     mesh = mesh_1d() if len(mesh_shape) == 1 else mesh_2d(*mesh_shape)
     fully_shard(model, mesh=mesh, mp_policy=BF16_SUM_FP32)
@@ -133,7 +134,7 @@ def test_sharded_accumulation_adds_in_the_dtype_of_the_parameter() -> None:
 
 
 @distributed(2)
-def test_u06_bf16_parameters_with_fp32_reduction_get_bf16_gradients() -> None:
+def test_u06_BF16_parameters_with_fp32_reduction_get_BF16_gradients() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 4).bfloat16()
     fully_shard(model, mesh=mesh_1d(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
@@ -217,14 +218,14 @@ def test_f12_recomputation_casts_as_the_first_forward_did(use_reentrant: bool, c
 
 
 @distributed(2)
-def test_bf16_training_follows_fp32() -> None:
+def test_BF16_training_follows_fp32() -> None:
     plain = train(wrap_gpt(make_gpt(), mesh=mesh_1d()), my_rows)
     mixed = train(wrap_gpt(make_gpt(), mesh=mesh_1d(), mp_policy=BF16_SUM_FP32), my_rows)
     torch.testing.assert_close(torch.tensor(mixed.losses), torch.tensor(plain.losses), rtol=2e-2, atol=0)
 
 
 @distributed(2)
-def test_bf16_gradients_equal_those_of_torch_fully_shard() -> None:
+def test_BF16_gradients_equal_those_of_torch_fully_shard() -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -266,3 +267,47 @@ def test_offload_from_an_accelerator_is_refused_whosever_policy_it_is() -> None:
     for policy in (CPUOffloadPolicy(), TorchOffload()):
         with pytest.raises(ValueError, match=r"offload from 'cuda' is not served"):
             fully_shard(nn.Linear(2, 2), mesh=mesh, offload_policy=policy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    x: Any
+    rest: Any = None
+
+
+class Named(NamedTuple):
+    x: Any
+    rest: Any = None
+
+
+class Own(dict[str, Any]):
+    """A dict of a class that torch's pytrees do not know."""
+
+
+class Opened(nn.Module):
+    """Takes its input out of whatever holds it, and gives back the like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, held: Any) -> Any:
+        x, rest = (held["x"], held["rest"]) if isinstance(held, dict) else (held.x, held.rest)
+        self.dtypes += [x.dtype, rest[0].dtype, rest[1].dtype]
+        return type(held)(x=self.linear(x), rest=rest)
+
+
+@pytest.mark.parametrize("kind", [Record, Named, dict, Own])
+@distributed(2)
+def test_inputs_and_outputs_are_cast_wherever_they_are_held(kind: Any) -> None:
+    model = fully_shard(Opened(), mesh=mesh_1d(), mp_policy=MixedPrecisionPolicy(BF16, output_dtype=torch.float32))
+    given = kind(x=torch.ones(2, 4), rest=[torch.ones(1), torch.ones(1, dtype=torch.long)])
+    out = model(given)
+    assert model.dtypes == [BF16, BF16, torch.long]
+    x, rest = (out["x"], out["rest"]) if isinstance(out, dict) else (out.x, out.rest)
+    assert type(out) is kind
+    assert (x.dtype, rest[0].dtype, rest[1].dtype) == (torch.float32, torch.float32, torch.long)
+    assert (given["x"] if isinstance(given, dict) else given.x).dtype == torch.float32, "the caller's own was changed"
+    x.sum().backward()
+    assert model.linear.weight.grad is not None

@@ -21,7 +21,7 @@ from tests.torch.fully_shard.support import (
     full,
     full_grads,
     live_full_bytes,
-    mean_over_ranks,
+    mean_grads,
     mesh_1d,
 )
 
@@ -97,9 +97,7 @@ def test_results_that_are_handed_on_in_other_ways_than_as_tensors(kind: str, res
     for module in (model, plain):
         for _ in range(2):
             module(mine()).logits.square().sum().backward()
-    names = [n for n, _ in plain.named_parameters()]
-    expected = dict(zip(names, mean_over_ranks(p.grad for p in plain.parameters()), strict=True))
-    assert_same(full_grads(model), expected)
+    assert_same(full_grads(model), mean_grads(plain))
     for layer in model.layers:
         layer.held = None
     assert_sharded(model)
@@ -140,10 +138,8 @@ def test_a_gradient_penalty() -> None:
             out = module(x).sum()
             (slope,) = torch.autograd.grad(out, x, create_graph=True)
             (out + slope.square().sum()).backward()
-    names = [n for n, _ in plain.named_parameters()]
     # The last bias has no part in the slope, its gradient comes from `out` alone.
-    expected = dict(zip(names, mean_over_ranks(p.grad for p in plain.parameters()), strict=True))
-    assert_same(full_grads(model), expected)
+    assert_same(full_grads(model), mean_grads(plain))
     assert_sharded(model)
 
 
@@ -181,8 +177,7 @@ def test_a_graph_kept_and_used_twice() -> None:
         loss = module(mine()).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
-    names = [n for n, _ in plain.named_parameters()]
-    assert_same(full_grads(model), dict(zip(names, mean_over_ranks(p.grad for p in plain.parameters()), strict=True)))
+    assert_same(full_grads(model), mean_grads(plain))
 
 
 @distributed(2)

@@ -4,13 +4,28 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel import DTensor, fully_shard
+from hyper_parallel import (
+    DTensor,
+    Partial,
+    Shard,
+    ShardingPlan,
+    column_parallel,
+    distribute_tensor,
+    fully_shard,
+    init_device_mesh,
+    shard_module,
+)
+from hyper_parallel.core.errors import ParamStateError
 from hyper_parallel.testing import distributed
 from tests.torch.fully_shard.support import (
     ROWS,
@@ -339,3 +354,85 @@ def test_what_is_changed_between_two_forwards_is_gathered_again_on_all_ranks(how
         else:
             p.data.mul_(3)
     torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@distributed(2)
+def test_a_vector_of_all_parameters_there_and_back(is_sharded: bool) -> None:
+    model, plain = wrapped(uneven_net()), uneven_net()
+    layouts = [p.layout for p in model.parameters()]
+    for module in (model, plain):
+        vector = torch.nn.utils.parameters_to_vector(module.parameters())
+        if module is model and is_sharded:
+            vector = distribute_tensor(full(vector), mesh_1d(), [Shard(0)])
+        torch.nn.utils.vector_to_parameters(vector * 2, module.parameters())
+    assert [p.layout for p in model.parameters()] == layouts
+    x = torch.ones(2, 4)
+    for module in (model, plain):
+        module(x).sum().backward()
+    torch.testing.assert_close(model(x), plain(x))
+    torch.testing.assert_close([full(p.grad) for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
+@pytest.mark.parametrize("when", ["at once", "after forward"])
+@pytest.mark.parametrize("how", ["pickle", "torch.save", "deepcopy"])
+@distributed(2)
+def test_a_wrapped_model_is_copied_as_a_whole(how: str, when: str) -> None:
+    model, plain = wrapped(uneven_net(), reshard=False), uneven_net()
+    x = torch.ones(2, 4)
+    if when == "after forward":
+        model(x)
+    if how == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    elif how == "torch.save":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    else:
+        twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert type(twin[0]) is type(model[0])
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    optimizer_of_plain = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for module, each in ((twin, optimizer), (plain, optimizer_of_plain)):
+        for _ in range(2):
+            each.zero_grad()
+            module(x).square().sum().backward()
+            each.step()
+    assert_same(full_params(twin), full_params(plain))
+    assert all(isinstance(p, DTensor) for p in twin.parameters())
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+@distributed(2)
+def test_a_model_with_gathered_parameters_is_not_copied(duplicate: Callable[[nn.Module], Any]) -> None:
+    model = wrapped(uneven_net())
+    model[0].unshard()
+    with pytest.raises(ParamStateError, match=r"copy of Linear.*Call reshard\(\) first"):
+        duplicate(model)
+    model[0].reshard()
+    duplicate(model)
+
+
+@distributed(4)
+def test_state_dicts_are_loaded_without_code_from_the_file() -> None:
+    model = uneven_net()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    shard_module(model, mesh["tp"], ShardingPlan(modules={"0": column_parallel("tp", outputs=(...,))}))
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    pending = DTensor.from_local(torch.ones(2), mesh["dp"], [Partial()])
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "pending": pending}, file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert state["pending"].layout == pending.layout
+    for name, p in model.state_dict().items():
+        assert state["model"][name].layout == p.layout
+        assert torch.equal(full(state["model"][name]), full(p))
+    optimizer.load_state_dict(state["optimizer"])

@@ -11,7 +11,7 @@ from torch import nn
 
 from hyper_parallel.core.device_mesh import DeviceMesh, as_mesh, init_device_mesh
 from hyper_parallel.core.errors import MeshError
-from hyper_parallel.core.fully_shard.api import HSDPModule
+from hyper_parallel.core.fully_shard.api import wrapped_class
 from hyper_parallel.core.fully_shard.group_plan import PlacedParam
 from hyper_parallel.core.fully_shard.policy import (
     CPUOffloadPolicy,
@@ -37,6 +37,7 @@ def fully_shard(
 ) -> Any:
     """See `hyper_parallel.fully_shard`."""
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    _check_types(modules, ignored_params)
     for each in modules:
         if "_hsdp_group" in each.__dict__:
             raise ValueError(f"fully_shard({type(each).__name__}): the module is wrapped already. Wrap it once.")
@@ -49,6 +50,7 @@ def fully_shard(
     shard_axis = mesh.axis_names[-1]
     params = _collect(modules, ignored_params, mesh)
     _check_placements(params, shard_placement_fn)
+    _check_embeddings(params)
     num_shards = mesh.size(shard_axis)
     reshards = _as_bool(reshard_after_forward, num_shards)
     units = _units(params, mesh, shard_axis, mp_policy)
@@ -59,12 +61,35 @@ def fully_shard(
         modules,
         units,
         replicate_ranks=replicas,
+        all_ranks=mesh.group_ranks(mesh.axis_names, rank),
         mp_policy=mp_policy,
         reshard_after_forward=reshards,
+        ignored_sites=_ignored_sites(modules, ignored_params),
     )
     for each in modules:
         _mix_in(each, group)
     return module
+
+
+def _check_types(modules: Sequence[Any], ignored: Any) -> None:
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"fully_shard({type(each).__name__}): not a module. Pass an nn.Module, or a list of them.")
+    if isinstance(ignored, torch.Tensor) or not all(isinstance(p, torch.Tensor) for p in ignored):
+        raise TypeError("fully_shard(ignored_params=...): not a set of parameters. Pass {model.head.weight, ...}.")
+
+
+def _check_embeddings(params: Sequence[FlatParam]) -> None:
+    """Lookups that write into the table, and gradients that are not dense, do not reach the shards."""
+    for param in params:
+        for module, _ in param.sites:
+            for option in ("max_norm", "sparse"):
+                value = getattr(module, option, None)
+                if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and value:
+                    raise ValueError(
+                        f'fully_shard: "{param.name}" is the table of an {type(module).__name__}({option}={value}), '
+                        "which is not served. Leave the option out, or add the table to ignored_params."
+                    )
 
 
 def _is_cpu_offload(policy: Any) -> bool:
@@ -122,6 +147,12 @@ def _collect(modules: Sequence[nn.Module], ignored: set[Any], mesh: DeviceMesh) 
     return list(found.values())
 
 
+def _ignored_sites(modules: Sequence[nn.Module], ignored: set[Any]) -> list[tuple[nn.Module, str]]:
+    ids = {id(p) for p in ignored}
+    own = (child for module in modules for _, child in _own_modules(module))
+    return [(child, key) for child in own for key, tensor in child._parameters.items() if id(tensor) in ids]
+
+
 def _own_modules(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     out = [(prefix, module)]
     for name, child in module.named_children():
@@ -140,6 +171,11 @@ def _flat_param(name: str, module: nn.Module, key: str, tensor: nn.Parameter, me
         raise ValueError(
             f'fully_shard: parameter "{name}" has no dims and cannot be cut. Give it shape (1,), or add it to '
             "ignored_params."
+        )
+    if isinstance(tensor, TorchDTensor) and hasattr(tensor._local, "reduced_hooks"):
+        raise ValueError(
+            f'fully_shard: parameter "{name}" is in a submodule that another wrapped module holds too, and has sharded '
+            "already. Wrap the shared submodule first, by itself, or both modules as one group, fully_shard([a, b])."
         )
     layout = tensor.layout if isinstance(tensor, TorchDTensor) else None
     if layout is None:
@@ -245,8 +281,7 @@ def _joined_mesh(param: FlatParam, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _mix_in(module: nn.Module, group: ParamGroup) -> None:
-    kind = type(module)
-    module.__class__ = type(f"HSDP{kind.__name__}", (HSDPModule, kind), {"__module__": kind.__module__})
+    module.__class__ = wrapped_class(type(module))
     module.__dict__["_hsdp_group"] = group
     module.register_forward_pre_hook(group.pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(group.post_forward, always_call=True)

@@ -155,11 +155,11 @@ class RootContext:
         """Wait for the reductions in flight and put their gradients in place."""
         while self._pending:
             group, reduction = self._pending.pop(0)
-            flat = reduction.finish()
-            if flat is None:
+            finished = reduction.finish()
+            if finished is not None:
+                accumulate(reduction.unit, *finished)
+            elif reduction.carry is not None:
                 group.carried_shards[reduction.unit] = reduction.carry
-            else:
-                accumulate(reduction.unit, flat)
 
     def abort(self) -> None:
         """After an exception: wait for what is in flight, drop it, bring all groups back to their sharded state."""

@@ -11,12 +11,13 @@ Note [One node per forward]
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from hyper_parallel.core.errors import ParamStateError
 from hyper_parallel.platform.torch.fully_shard.transfer import Reduction
+from hyper_parallel.platform.torch.fully_shard.uses import Uses
 from hyper_parallel.platform.torch.process_groups import pool
 
 if TYPE_CHECKING:
@@ -114,6 +115,13 @@ class _Gathered(torch.autograd.Function):
         return (None, None, *(None for _ in grads))
 
 
+class Carried(NamedTuple):
+    """HSDP: a reduced shard that still lacks the replicas' share, and which parameters this rank had gradients of."""
+
+    flat: torch.Tensor
+    used: set[int]
+
+
 class UnitReduction:
     """A unit's gradients on their way to the shards.
 
@@ -121,8 +129,9 @@ class UnitReduction:
         unit: The unit.
         buffer: Its collected gradients; None if only `carry` is left to be finished.
         replicate_ranks: HSDP: the ranks that hold the same shard.
+        all_ranks: The ranks of all shards and replicas.
         factor: What the sum is divided by.
-        carry: HSDP: reduced shards of earlier backwards that still lack the replicas' share.
+        carry: HSDP: what earlier backwards left.
         all_reduce: Whether to reduce over the replicas now.
     """
 
@@ -132,39 +141,48 @@ class UnitReduction:
         buffer: GradBuffer | None,
         *,
         replicate_ranks: tuple[int, ...],
+        all_ranks: tuple[int, ...],
         factor: float,
-        carry: torch.Tensor | None,
+        carry: Carried | None,
         all_reduce: bool,
     ) -> None:
         self.unit = unit
         self.replicate_ranks = replicate_ranks
         self.factor = factor
         self.carry = carry
-        self.all_reduce = all_reduce
+        used = (set() if buffer is None else buffer.used) | (set() if carry is None else carry.used)
+        self._used = used
         self._reduction = None if buffer is None else Reduction(buffer.complete(), unit.ranks, unit.position)
+        self._uses = Uses(used, len(unit.params), all_ranks, unit.shard.device) if all_reduce else None
 
-    def finish(self) -> torch.Tensor | None:
-        """Wait, and return the flat gradient shard in the parameters' dtype; None if the replicas' share is put off."""
-        total = self.carry if self._reduction is None else self._reduction.result()
-        assert total is not None
-        if self._reduction is not None and self.carry is not None:
-            total = total.add_(self.carry)
-        if not self.all_reduce:
-            self.carry = total
+    def finish(self) -> tuple[torch.Tensor, set[int]] | None:
+        """Wait, and return the flat gradient shard in the parameters' dtype, and which parameters nobody used.
+
+        None if the replicas' share is put off.
+        """
+        carry, self.carry = self.carry, None
+        if self._reduction is None:
+            assert carry is not None
+            total = carry.flat
+        else:
+            total = self._reduction.result()
+            if carry is not None:
+                total = total.add_(carry.flat)
+        if self._uses is None:
+            self.carry = Carried(total, self._used)
             return None
-        self.carry = None
         if len(self.replicate_ranks) > 1:
             torch.distributed.all_reduce(total, group=pool.group(self.replicate_ranks))
         if self.factor != 1:
             total = total.div_(self.factor)
-        return total.to(self.unit.dtype)
+        return total.to(self.unit.dtype), self._uses.unused()
 
 
-def accumulate(unit: FlatUnit, flat: torch.Tensor) -> None:
+def accumulate(unit: FlatUnit, flat: torch.Tensor, unused: set[int]) -> None:
     """Add a reduced gradient shard to the parameters' `.grad`, and run the hooks users put on them."""
     leaves, grads = [], []
-    for param, grad in zip(unit.params, unit.grad_views(flat), strict=True):
-        if param.local.requires_grad:
+    for index, (param, grad) in enumerate(zip(unit.params, unit.grad_views(flat), strict=True)):
+        if param.local.requires_grad and index not in unused:
             leaves.append(param.local)
             grads.append(_changed_by_hooks(param.local, grad))
     held = [(leaf.grad, grad) for leaf, grad in zip(leaves, grads, strict=True) if leaf.grad is not None]

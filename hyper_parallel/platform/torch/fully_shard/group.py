@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,19 +10,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hyper_parallel.core.errors import ParamStateError
 from hyper_parallel.core.fully_shard.hsdp_state import GroupState, check_transition
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
-from hyper_parallel.platform.torch.dtensor import TorchDTensor, wrap
+from hyper_parallel.platform.torch.dtensor import wrap
+from hyper_parallel.platform.torch.fully_shard.casting import cast_all
+from hyper_parallel.platform.torch.fully_shard.checks import Inventory, check_lent, check_optimizers
 from hyper_parallel.platform.torch.fully_shard.context import RootContext
 from hyper_parallel.platform.torch.fully_shard.gradients import (
+    Carried,
     GradBuffer,
     UnitCall,
     UnitReduction,
 )
 from hyper_parallel.platform.torch.fully_shard.unit import FlatUnit
+from hyper_parallel.platform.torch.graph_nodes import nodes_of
 from hyper_parallel.platform.torch.spec import spec_of
 
 
@@ -33,6 +35,7 @@ class GroupCall:
     Attributes:
         units: Its units' calls.
         tensors: Per unit the full parameters that this forward uses.
+        versions: Per unit the number of writes to its parameters before this forward.
         task: The backward pass that reached it first, -1 when none is under way.
         left: Units whose gradients are still being collected.
     """
@@ -40,6 +43,7 @@ class GroupCall:
     def __init__(self, units: list[UnitCall], tensors: list[list[torch.Tensor]]) -> None:
         self.units = units
         self.tensors = tensors
+        self.versions = [call.unit.version for call in units]
         self.task = -1
         self.left = 0
 
@@ -52,8 +56,10 @@ class ParamGroup:
         modules: The wrapped modules.
         units: Their parameters, one unit per dtype.
         replicate_ranks: HSDP: the ranks that hold the same shards, this one among them.
+        all_ranks: The ranks of all shards and replicas.
         mp_policy: Dtypes.
         reshard_after_forward: Free after forward; None: unless this turns out to be the root.
+        ignored_sites: (module, name) of parameters that are left alone.
     """
 
     def __init__(
@@ -63,13 +69,17 @@ class ParamGroup:
         units: list[FlatUnit],
         *,
         replicate_ranks: tuple[int, ...],
+        all_ranks: tuple[int, ...],
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
+        ignored_sites: Sequence[tuple[nn.Module, str]],
     ) -> None:
         self.name = name
         self.modules = list(modules)
         self.units = units
         self.replicate_ranks = replicate_ranks
+        self.all_ranks = all_ranks
+        self.ignored_sites = list(ignored_sites)
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
@@ -78,7 +88,7 @@ class ParamGroup:
         self.divide_factor: float | None = None
         self.forward_prefetch: list[ParamGroup] = []
         self.backward_prefetch: list[ParamGroup] = []
-        self.carried_shards: dict[FlatUnit, torch.Tensor | None] = {}
+        self.carried_shards: dict[FlatUnit, Carried] = {}
         self._carried_buffers: dict[FlatUnit, GradBuffer] = {}
         self.state = GroupState.SHARDED
         self._context: RootContext | None = None
@@ -89,6 +99,7 @@ class ParamGroup:
         self._manual: GroupCall | None = None
         self._active: list[GroupCall] = []
         self._shown: GroupCall | None = None
+        self._inventory = Inventory(self)
 
     # -- states ---------------------------------------------------------------------------------
 
@@ -176,13 +187,25 @@ class ParamGroup:
         self._depth += 1
         dtype = self.mp_policy.param_dtype
         if dtype is not None and self.mp_policy.cast_forward_inputs:
-            args, kwargs = tree_map_only(torch.Tensor, lambda x: _cast(x, dtype), (args, kwargs))
+            args, kwargs = cast_all((args, kwargs), dtype)
         return args, kwargs
 
+    def _check_shown(self) -> None:
+        """Between `unshard` and `reshard` nothing is adopted: only what was put in place may be there."""
+        if self._manual is not None:
+            for unit, tensors in zip(self.units, self._manual.tensors, strict=True):
+                for param, shown in zip(unit.params, tensors, strict=True):
+                    if getattr(param.current, "_local", param.current) is not shown:
+                        check_lent(param)
+
     def _enter(self, context: RootContext) -> None:
+        starts = context.root is self and not context.in_backward
+        if starts:
+            self._inventory.check()
+        self._check_shown()
         following: list[ParamGroup] = []
         if not context.in_backward:
-            if context.root is self:
+            if starts:
                 context.begin_forward()
             following = context.enter(self)
         self.unshard()
@@ -204,7 +227,7 @@ class ParamGroup:
         call = self._call
         dtype = self.mp_policy.output_dtype
         if dtype is not None and out is not None:
-            out = tree_map_only(torch.Tensor, lambda x: _cast(x, dtype), out)
+            out = cast_all(out, dtype)
         has_raised = out is None and sys.exc_info()[1] is not None
         is_recorded = call is not None and torch.is_grad_enabled() and not has_raised
         is_watched = is_recorded and self._watch(out, call)  # type: ignore[arg-type]
@@ -218,6 +241,7 @@ class ParamGroup:
         self._show()
         if context.in_backward:
             return
+        context.order.leave(self)
         frees = self.reshard_after_forward
         if frees is None:
             frees = context.root is not self
@@ -239,16 +263,9 @@ class ParamGroup:
             self.drop_unused()
 
     def _watch(self, out: Any, call: GroupCall) -> bool:
-        """Call `_pre_backward` before the first node of this forward's graph runs.
-
-        The hook sits on the node, not on the tensor, so changing the output in place does not lose it.
-        """
-        nodes = {}
-        for tensor in _tensors_in(out):
-            node = _node_of(tensor)
-            if node is not None:
-                nodes[id(node)] = node
-        for node in nodes.values():
+        """Call `_pre_backward` before the first node of this forward's graph runs."""
+        nodes = nodes_of(out)
+        for node in nodes:
             node.register_prehook(lambda grads: self._pre_backward(call))
         return bool(nodes)
 
@@ -259,6 +276,7 @@ class ParamGroup:
         task = context.note_backward(self)
         if call.task != -1:
             return
+        self._check_unchanged(call)
         call.task = task
         call.left = len(call.units)
         self._active.append(call)
@@ -270,6 +288,16 @@ class ParamGroup:
             wanted = [before] if before is not None else []
         for group in wanted:
             group.start_unshard()
+
+    def _check_unchanged(self, call: GroupCall) -> None:
+        """Backward must see the parameters that forward saw, whether they are gathered again or not."""
+        for unit, version in zip(self.units, call.versions, strict=True):
+            if unit.version != version:
+                raise ParamStateError(
+                    f'backward to parameter "{unit.params[0].name}" and its group: it was modified by an inplace '
+                    "operation after the forward, such as an optimizer's step. Do that after backward, or run the "
+                    "forward again."
+                )
 
     def _unit_done(self, call: UnitCall) -> None:
         """All gradients of a unit's forward are collected, as far as this backward pass goes."""
@@ -314,9 +342,18 @@ class ParamGroup:
     def _close(self, call: GroupCall) -> None:
         call.task = -1
         self._active.remove(call)
+        self._settle()
+
+    def _settle(self) -> None:
+        """After a part of backward: show what its rest needs, and free what it does not."""
         self._show()
         if self.reshard_after_backward and not self.root_context().creates_graph:
             self.drop_unused()
+
+    def _forget_backward(self) -> None:
+        for call in self._active:
+            call.task = -1
+        self._active.clear()
 
     def reduce_carried(self) -> None:
         """Reduce what earlier backwards left, where this one did not reach the group and reductions are wanted."""
@@ -328,12 +365,19 @@ class ParamGroup:
             for unit in list(self.carried_shards):
                 self.root_context().reduce(self, self._reduction(unit, None))
 
+    def drop_carried(self) -> None:
+        """Drop gradients of earlier backwards that were held back; what is in flight is put in place."""
+        self.root_context().finish_reductions()
+        self._carried_buffers.clear()
+        self.carried_shards.clear()
+
     def _reduction(self, unit: FlatUnit, buffer: GradBuffer | None) -> UnitReduction:
-        factor = self.divide_factor or len(unit.ranks) * len(self.replicate_ranks)
+        factor = self.divide_factor or len(self.all_ranks)
         return UnitReduction(
             unit,
             buffer,
             replicate_ranks=self.replicate_ranks,
+            all_ranks=self.all_ranks,
             factor=factor,
             carry=self.carried_shards.pop(unit, None),
             all_reduce=self.requires_all_reduce,
@@ -341,19 +385,13 @@ class ParamGroup:
 
     def end_backward(self) -> None:
         """The whole backward pass is over."""
-        for call in self._active:
-            call.task = -1
-        self._active.clear()
-        self._show()
-        if self.reshard_after_backward and not self.root_context().creates_graph:
-            self.drop_unused()
+        self._forget_backward()
+        self._settle()
 
     def abort(self) -> None:
         """Back to the sharded state after an exception; gradients collected so far are dropped."""
         self._carried_buffers.clear()
-        for call in self._active:
-            call.task = -1
-        self._active.clear()
+        self._forget_backward()
         self._call, self._depth, self._manual = None, 0, None
         self._show()
         self.reshard()
@@ -385,6 +423,13 @@ class ParamGroup:
         self._show()
         self.drop_unused()
 
+    def check_sharded(self) -> None:
+        """Refuse to copy a module that has gathered parameters in place of its own."""
+        if self._shown is not None:
+            raise ParamStateError(
+                f"copy of {self.name}: its parameters are gathered. Call reshard() first, and copy outside of forward."
+            )
+
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """A state dict shows sharded parameters, also between `unshard` and `reshard`."""
         self._manual = None
@@ -410,7 +455,7 @@ class ParamGroup:
             places = {id(m): name for root in self.modules for name, m in root.named_modules()}
             for group in groups:
                 group._rename(places)
-            _check_optimizers(groups)
+            check_optimizers(groups)
             for group in groups:
                 group._context = context
         assert self._context is not None
@@ -424,14 +469,17 @@ class ParamGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("_lock", "_context", "_call", "_manual", "_shown"):
+        for name in ("_lock", "_context", "_call", "_manual", "_shown", "_inventory"):
             state[name] = None
         state["_active"] = []
+        # Units leave their full buffers behind.
+        state["state"] = GroupState.SHARDED
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = threading.RLock()
+        self._inventory = Inventory(self)
 
 
 class UnshardHandle:
@@ -445,47 +493,9 @@ class UnshardHandle:
         self._group.show_until_reshard()
 
 
-def _check_optimizers(groups: Sequence[ParamGroup]) -> None:
-    """Refuse to train when an optimizer holds the parameters as they were: it would change nothing, silently."""
-    params = (param for group in groups for unit in group.units for param in unit.params)
-    held = next(((param, old) for param in params if (old := param.original()) is not None), None)
-    if held is None:
-        return
-    param, old = held
-    lists = [x for x in gc.get_referrers(old) if type(x) is list]
-    if any(
-        isinstance(x, dict) and any(x.get("params") is y for y in lists) for y in lists for x in gc.get_referrers(y)
-    ):
-        raise ParamStateError(
-            f'parameter "{param.name}": an optimizer holds it as it was before fully_shard, and would train nothing. '
-            "Build the optimizer after wrapping."
-        )
-
-
 def _put(sites: Sequence[tuple[nn.Module, str]], tensor: torch.Tensor) -> None:
     for module, name in sites:
         module._parameters[name] = tensor  # type: ignore[assignment]
         if isinstance(module, nn.RNNBase):
             # RNNs keep a second list of their weights.
             module._flat_weights = [module._parameters.get(n) for n in module._flat_weights_names]
-
-
-def _tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """All tensors in an output, also in dataclasses and other objects, to some depth."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):
-            yield from _tensors_in(list(vars(leaf).values()), depth - 1)
-
-
-def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x
-
-
-def _node_of(tensor: torch.Tensor) -> Any:
-    if isinstance(tensor, TorchDTensor):
-        if tensor._origin is not None:
-            return tensor._origin[0].grad_fn
-        return tensor._local.grad_fn
-    return tensor.grad_fn

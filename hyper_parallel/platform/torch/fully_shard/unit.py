@@ -24,8 +24,13 @@ from hyper_parallel.core.fully_shard.group_plan import GroupPlan, plan_group
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.platform.torch.dtensor import OWN_ATTRIBUTES, TorchDTensor, wrap
 from hyper_parallel.platform.torch.dtensor_autograd import ReducedHooks
+from hyper_parallel.platform.torch.fully_shard.checks import check_lent
 from hyper_parallel.platform.torch.fully_shard.transfer import Transfer, gather_flat
 from hyper_parallel.platform.torch.spec import spec_of
+
+
+def _nothing() -> None:
+    return None
 
 
 @dataclass(eq=False)
@@ -56,13 +61,16 @@ class FlatParam:
     strides: tuple[int, ...] = field(init=False)
 
     address: int = field(init=False, default=0)
-    original: Callable[[], Any] = field(init=False, default=lambda: None)
+    original: Callable[[], Any] = field(init=False, default=_nothing)
 
     def __post_init__(self) -> None:
         inner = self.full_shape[1:]
         steps = [math.prod(inner[i + 1 :]) for i in range(len(inner))]
         # The row stride is that of the largest tensor-parallel rank, so that all ranks cut at the same rows.
         self.strides = (self.planned_shape[1], *steps)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "original": _nothing}
 
     def hold(self, leaf: torch.Tensor, hooks: ReducedHooks) -> None:
         """Make `leaf` the local tensor."""
@@ -115,6 +123,9 @@ class FlatUnit:
         with torch.no_grad():
             for i, param in enumerate(params):
                 self._take(i, param, layouts[i])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_full": None, "_transfer": None, "_gathered_version": -1}
 
     @property
     def gather_is_alias(self) -> bool:
@@ -176,7 +187,9 @@ class FlatUnit:
 
         Their values move into the shard, and old and new objects share one leaf, so optimizers built on either work.
         """
-        if not all(param.is_in_place for param in self.params):
+        replaced = [param for param in self.params if not param.is_in_place]
+        if replaced:
+            check_lent(replaced[0])
             with torch.no_grad():
                 self._rebuild([param.current for param in self.params])
 
@@ -229,6 +242,11 @@ class FlatUnit:
         param.hold(leaf, hooks or ReducedHooks())
         for module, name in param.sites:
             module._parameters[name] = new
+
+    @property
+    def version(self) -> int:
+        """Number of writes to the parameters. Mere reads of `.data` count as writes elsewhere, not here."""
+        return self.shard._version - sum(param.local.reduced_hooks.data_reads for param in self.params)  # type: ignore[attr-defined]
 
     # -- gathering ------------------------------------------------------------------------------
 
