@@ -263,12 +263,13 @@ class Differentiable(torch.Tensor):
 
     def register_hook(self, hook: Callable[[Differentiable], Differentiable | None]) -> Any:
         """Call `hook` with the gradient (a DTensor) whenever one is computed; it may return another."""
-        spec = self._grad_spec()
+        # Without this tensor itself: the local one holds the hook, and the graph, unseen by Python, the local one.
+        spec, wrap = self._grad_spec(), self._wrap
 
         def on_local(grad: torch.Tensor | None) -> torch.Tensor | None:
             if grad is None:
                 return None
-            out = hook(self._wrap(grad, spec))
+            out = hook(wrap(grad, spec))
             return None if out is None else out.redistribute(layout=spec.layout)._local
 
         reduced = getattr(self._local, "reduced_hooks", None)

@@ -259,6 +259,17 @@ def test_a_hook_sees_the_finished_gradient_once_though_the_tensor_is_used_thrice
 
 
 @distributed(world_size=2)
+def test_a_hook_does_not_keep_its_tensor_alive() -> None:
+    pair = Pair()
+    pair.laid["x"].register_hook(lambda grad: None)
+    loss(pair.laid).backward()
+    gone = weakref.ref(pair.laid["x"])
+    del pair
+    gc.collect()
+    assert gone() is None
+
+
+@distributed(world_size=2)
 def test_a_hook_too_late_is_refused() -> None:
     pair = Pair(is_made=True)
     x = pair.tensors()["x"]
@@ -379,7 +390,9 @@ def test_backward_with_create_graph() -> None:
         gradient = t["x"].grad
         t["x"].grad = None
         (gradient**2).sum().backward()
-        return gradient
+        for x in t.values():
+            x.grad = x.grad.detach()  # or torch's cycle keeps them for good
+        return gradient.detach()
 
     Pair().run(function)
 
