@@ -451,7 +451,7 @@ def test_requires_grad_detach_data() -> None:
     x.requires_grad = False
     assert not (x * 2).requires_grad
     x.data = distribute_tensor(noise(5, 3, seed=1), mesh, [Shard(1)])
-    assert x.layout == mesh.layout(None, "a")
+    assert x.layout == mesh.layout("a", None)  # other values, laid as before
     assert torch.equal(x.full_tensor(), noise(5, 3, seed=1))
     assert "plain tensor" in error_of(lambda: setattr(x, "data", noise(5, 3)), OperandError)
     moved = distribute_tensor(noise(5, 3).requires_grad_(), mesh, [Shard(0)]).redistribute(placements=[Replicate()])
