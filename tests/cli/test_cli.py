@@ -12,7 +12,7 @@ from hyper_parallel.cli.app import make_app
 from hyper_parallel.cli.show import cells, picture_lines, ranks_text
 from hyper_parallel.core.box import box_numel, intersect
 from hyper_parallel.core.device_mesh import DeviceMesh
-from hyper_parallel.core.tensor_redistribution import plan
+from hyper_parallel.core.tensor_redistribution import plan, plan_reshape
 
 ROOT = Path(__file__).parents[2]
 MESH = ("--mesh", "dp=2,tp=4")
@@ -44,6 +44,15 @@ def test_plan_takes_each_option() -> None:
     assert "0 other candidates." in call("plan", *MESH, "--shape", "64", "--all", "- -> -").stdout
 
 
+def test_plan_to_another_shape() -> None:
+    view = call("plan", *MESH, "--shape", "8,64", "--to-shape", "8,4,16", "dp,tp -> dp,tp,-").stdout
+    assert view.splitlines() == ["[dp, tp] on (8, 64) -> [dp, tp, -] on (8, 4, 16)", "  a view of the local tensor"]
+    moved = call("plan", *MESH, "--shape", "8,64", "--to-shape", "512", "-,tp -> tp").stdout
+    mesh = DeviceMesh.grid(dp=2, tp=4)
+    assert moved == f"{plan_reshape(mesh.layout(None, 'tp'), mesh.layout('tp'), (8, 64), (512,))}\n"
+    assert "exchange" in moved
+
+
 def test_a_layout_may_begin_with_a_dash() -> None:
     assert "slice" in call("plan", *MESH, "--shape", "8", "- -> dp").stdout
     assert call("show", "-,dp", *MESH, "--shape", "8,8").stdout.startswith("[-, dp]   shape (8, 8)")
@@ -56,6 +65,7 @@ def test_a_layout_may_begin_with_a_dash() -> None:
         (("plan", *MESH, "--shape", "8", "dp"), "error: move 'dp': it has no arrow"),
         (("plan", *MESH, "--shape", "8,8", "dp -> tp"), "error: plan of shape (8, 8)"),
         (("plan", *MESH, "--shape", "8", "--max-bytes", "1", "dp -> tp"), "max_bytes is 1"),
+        (("plan", *MESH, "--shape", "8", "--to-shape", "9", "dp -> tp"), "the tensor has 8 elements"),
         (("show", *MESH, "--shape", "8,8", "dp"), "error: show of shape (8, 8)"),
         (("show", "--mesh", "dp", "--shape", "8,8", "dp"), "error: mesh 'dp'"),
     ],
