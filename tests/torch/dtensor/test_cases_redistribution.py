@@ -139,6 +139,13 @@ def test_d42_moving_data_draws_no_random_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def num_objects() -> int:
+    """Tensors and objects of ours that are alive; other tests may have left things of Python and torch that go now."""
+    gc.collect()
+    types = [type(x) for x in gc.get_objects()]
+    return sum(t.__module__.startswith("hyper_parallel") or issubclass(t, torch.Tensor) for t in types)
+
+
 @distributed(2)
 def test_d43_d44_a_second_time_nothing_is_planned() -> None:
     clear_caches()  # what other tests left would be evicted meanwhile
@@ -153,13 +160,11 @@ def test_d43_d44_a_second_time_nothing_is_planned() -> None:
     step()
     misses = {name: info.misses for name, info in cache_info().items() if hasattr(info, "misses")}
     step()
-    gc.collect()
-    objects = len(gc.get_objects())
+    objects = num_objects()
     for _ in range(10):
         step()
-    gc.collect()
     assert {name: info.misses for name, info in cache_info().items() if hasattr(info, "misses")} == misses
-    assert abs(len(gc.get_objects()) - objects) < 50
+    assert num_objects() <= objects
 
 
 @distributed(2)

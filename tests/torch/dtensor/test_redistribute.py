@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +30,9 @@ from hyper_parallel import (
     set_cache_limit,
 )
 from hyper_parallel.core.errors import CacheError, LayoutError, PartialError
+from hyper_parallel.core.layout import live_meshes
 from hyper_parallel.core.tensor_redistribution import execute
+from hyper_parallel.platform.torch import process_groups
 from hyper_parallel.platform.torch.autograd import avg_factor
 from hyper_parallel.platform.torch.process_groups import pool
 from hyper_parallel.testing import CommCounter, distributed
@@ -406,7 +411,16 @@ def test_limits_are_kept_and_wrong_ones_refused() -> None:
         set_cache_limit("plans", -1)
 
 
+@contextlib.contextmanager
+def apart_from_other_tests() -> Iterator[None]:
+    """Meshes that earlier tests of this worker left alive need no groups here."""
+    left = live_meshes()
+    with mock.patch.object(process_groups, "live_meshes", lambda: live_meshes() - left):
+        yield
+
+
 @distributed(4)
+@apart_from_other_tests()
 def test_twenty_meshes_leave_no_group_behind() -> None:
     before = len(dist.distributed_c10d._world.pg_map)
     for turn in range(20):
@@ -425,9 +439,10 @@ def test_twenty_meshes_leave_no_group_behind() -> None:
 
 
 @distributed(4)
+@apart_from_other_tests()
 def test_a_group_that_one_member_still_needs_stays() -> None:
-    mesh = mesh_of(2, 2)
-    x: Any = distribute_tensor(noise(8), mesh["b"], [Shard(0)])
+    mesh = hyper_parallel.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    x: Any = distribute_tensor(noise(8), mesh["inner"], [Shard(0)])
     x.full_tensor()
     if dist.get_rank() == 0:
         del x
