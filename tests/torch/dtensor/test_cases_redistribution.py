@@ -7,6 +7,7 @@ import copy
 import gc
 import itertools
 import pickle
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -139,11 +140,11 @@ def test_d42_moving_data_draws_no_random_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def num_objects() -> int:
+def num_objects() -> Counter[type]:
     """Tensors and objects of ours that are alive; other tests may have left things of Python and torch that go now."""
     gc.collect()
     types = [type(x) for x in gc.get_objects()]
-    return sum(t.__module__.startswith("hyper_parallel") or issubclass(t, torch.Tensor) for t in types)
+    return Counter(t for t in types if str(t.__module__).startswith("hyper_parallel") or issubclass(t, torch.Tensor))
 
 
 @distributed(2)
@@ -164,7 +165,8 @@ def test_d43_d44_a_second_time_nothing_is_planned() -> None:
     for _ in range(10):
         step()
     assert {name: info.misses for name, info in cache_info().items() if hasattr(info, "misses")} == misses
-    assert num_objects() <= objects
+    more = num_objects() - objects
+    assert not more, more
 
 
 @distributed(2)

@@ -415,7 +415,7 @@ def test_limits_are_kept_and_wrong_ones_refused() -> None:
 def apart_from_other_tests() -> Iterator[None]:
     """Meshes that earlier tests of this worker left alive need no groups here."""
     left = live_meshes()
-    with mock.patch.object(process_groups, "live_meshes", lambda: live_meshes() - left):
+    with mock.patch.object(process_groups, "live_meshes", side_effect=lambda: live_meshes() - left):
         yield
 
 
