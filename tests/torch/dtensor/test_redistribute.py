@@ -441,8 +441,8 @@ def test_twenty_meshes_leave_no_group_behind() -> None:
 @distributed(4)
 @apart_from_other_tests()
 def test_a_group_that_one_member_still_needs_stays() -> None:
-    mesh = hyper_parallel.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    x: Any = distribute_tensor(noise(8), mesh["inner"], [Shard(0)])
+    mesh = hyper_parallel.init_device_mesh("cpu", (2, 2), mesh_dim_names=("apart", "needed"))
+    x: Any = distribute_tensor(noise(8), mesh["needed"], [Shard(0)])
     x.full_tensor()
     if dist.get_rank() == 0:
         del x
