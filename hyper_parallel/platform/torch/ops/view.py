@@ -58,14 +58,11 @@ def view_to(func: Any, input: TorchDTensor, new_shape: tuple[int, ...]) -> Torch
         before, after = reshape_layouts(input.layout, shape, full, input.element_size())
         found = _View(None if before is input.layout else before, spec_of(after, full))
         resolved_cache.put(key, found)
-    if found.target is not None:
-        moved = input.redistribute(layout=found.target)
-        out = wrap(moved.local().reshape(found.spec.local_shape), found.spec)
-        out._lost_view = name_of(func)
-        return out
-    source = input.local()
+    source = (input if found.target is None else input.redistribute(layout=found.target)).local()
     out = wrap(source.reshape(found.spec.local_shape), found.spec)
-    if input._lost_view is not None:
+    if found.target is not None:
+        out._lost_view = name_of(func)
+    elif input._lost_view is not None:
         out._lost_view = input._lost_view
     elif not source.is_contiguous() and func.__name__ == "view" and not _share_memory(out._local, source):
         out._lost_view = "view"
